@@ -1,0 +1,167 @@
+//! The error type shared by every crate of the workspace.
+
+use std::path::{Path, PathBuf};
+
+use safetensors::Dtype;
+
+/// Result with [`Error`] as its default error.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// What can go wrong between a checkpoint on disk and a tensor of logits.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// An error of candle itself.
+    #[error(transparent)]
+    Candle(#[from] candle_core::Error),
+    /// A weight is missing, unexpected, or not what the configuration says it is.
+    #[error("weight `{name}`{}: {reason}", in_file(.file))]
+    Weight {
+        /// Full checkpoint name, such as `layers.3.attn.wq_a.scale`.
+        name: String,
+        /// The file it was read from, when there is one.
+        file: Option<PathBuf>,
+        /// What is wrong with it.
+        reason: WeightError,
+    },
+    /// A file of a checkpoint cannot be used at all: truncated, a lying header, not safetensors.
+    #[error("checkpoint file {}: {reason}", .file.display())]
+    Checkpoint {
+        /// The offending file.
+        file: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A configuration field is missing or has a value the model cannot have.
+    #[error("config field `{field}`: {reason}")]
+    Config {
+        /// Field name as the official config spells it.
+        field: String,
+        /// What was expected and what was found.
+        reason: String,
+    },
+    /// An operation was called with tensors that do not fit each other.
+    #[error("{op}: {reason}")]
+    Shape {
+        /// Name of the operation.
+        op: &'static str,
+        /// What was expected and what was found.
+        reason: String,
+    },
+    /// A value outside of what its meaning allows (a token id past the vocabulary, NaN logits).
+    #[error("{what}: {reason}")]
+    Value {
+        /// What the value is.
+        what: String,
+        /// Why it cannot be used.
+        reason: String,
+    },
+    /// A layer read something that no earlier layer of this forward pass has published.
+    #[error("{what} was read before any layer published it")]
+    MissingSource {
+        /// What was read.
+        what: &'static str,
+    },
+    /// A fixed-size resource is too small for the request.
+    #[error("{what}: {needed} needed, {available} available")]
+    Capacity {
+        /// The resource and its unit.
+        what: &'static str,
+        /// How much the request needs.
+        needed: usize,
+        /// How much there is.
+        available: usize,
+    },
+    /// The request is valid, but this build, checkpoint or device cannot serve it.
+    #[error("unsupported: {what}")]
+    Unsupported {
+        /// What was asked for, and what to do instead.
+        what: String,
+    },
+    /// Reading or writing a file failed.
+    #[error("{}: {source}", .path.display())]
+    Io {
+        /// The file or directory.
+        path: PathBuf,
+        /// The operating system's error.
+        source: std::io::Error,
+    },
+}
+
+fn in_file(file: &Option<PathBuf>) -> String {
+    file.as_ref().map(|f| format!(" in {}", f.display())).unwrap_or_default()
+}
+
+/// What is wrong with one weight.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum WeightError {
+    /// The checkpoint has no tensor of this name.
+    #[error("missing from the checkpoint")]
+    Missing,
+    /// The checkpoint has a tensor that no layer of the configuration asks for.
+    #[error("not part of this configuration")]
+    Unexpected,
+    /// The shape differs from what the configuration implies.
+    #[error("expected shape {expected:?}, found {found:?}")]
+    Shape {
+        /// From the configuration.
+        expected: Vec<usize>,
+        /// In the file.
+        found: Vec<usize>,
+    },
+    /// The stored type is not one this weight may have.
+    #[error("expected dtype {expected:?}, found {found:?}")]
+    Dtype {
+        /// The types that would do.
+        expected: Vec<Dtype>,
+        /// In the file.
+        found: Dtype,
+    },
+    /// Shape and dtype fit, but the content cannot be right.
+    #[error("{0}")]
+    Content(String),
+}
+
+impl Error {
+    /// [`Error::Shape`] from anything printable.
+    pub fn shape(op: &'static str, reason: impl Into<String>) -> Self {
+        Self::Shape { op, reason: reason.into() }
+    }
+
+    /// [`Error::Config`] from anything printable.
+    pub fn config(field: impl Into<String>, reason: impl Into<String>) -> Self {
+        Self::Config { field: field.into(), reason: reason.into() }
+    }
+
+    /// [`Error::Value`] from anything printable.
+    pub fn value(what: impl Into<String>, reason: impl Into<String>) -> Self {
+        Self::Value { what: what.into(), reason: reason.into() }
+    }
+
+    /// [`Error::Weight`] without a file.
+    pub fn weight(name: impl Into<String>, reason: WeightError) -> Self {
+        Self::Weight { name: name.into(), file: None, reason }
+    }
+
+    /// [`Error::Checkpoint`] for `file`.
+    pub fn checkpoint(file: impl AsRef<Path>, reason: impl Into<String>) -> Self {
+        Self::Checkpoint { file: file.as_ref().to_path_buf(), reason: reason.into() }
+    }
+
+    /// [`Error::Io`] for `path`.
+    pub fn io(path: impl AsRef<Path>, source: std::io::Error) -> Self {
+        Self::Io { path: path.as_ref().to_path_buf(), source }
+    }
+}
+
+/// Ops run inside candle's `CustomOp` traits, whose result type is candle's: our errors travel
+/// through it wrapped, so that nothing of the message is lost.
+impl From<Error> for candle_core::Error {
+    fn from(err: Error) -> Self {
+        match err {
+            Error::Candle(err) => err,
+            err => candle_core::Error::wrap(err),
+        }
+    }
+}

@@ -1,0 +1,116 @@
+//! Root-mean-square normalisation.
+
+use candle_core::{CpuStorage, CustomOp2, DType, Layout, Shape, Tensor};
+use half::bf16;
+use rayon::prelude::*;
+
+use crate::{Error, Result, VarBuilder, cpu};
+
+/// RMSNorm over the last dimension: `bf16(w * (x * rsqrt(mean(x²) + eps)))`.
+///
+/// Everything in f32 with one rounding at the end. The released model has `eps = 1e-20`: rows of
+/// zeros stay zeros.
+#[derive(Debug, Clone)]
+pub struct RmsNorm {
+    weight: Tensor,
+    eps: f32,
+}
+
+impl RmsNorm {
+    /// Reads `weight: [dim]` (stored bf16 or f32) under `vb`.
+    ///
+    /// # Errors
+    /// The weight is missing or of another shape or dtype.
+    pub fn new(dim: usize, eps: f32, vb: VarBuilder) -> Result<Self> {
+        Ok(Self { weight: vb.tensor_f32("weight", &[dim])?, eps })
+    }
+
+    /// `xs: [.., dim]` bf16 → same shape and dtype.
+    ///
+    /// # Errors
+    /// Another dtype or last dimension.
+    pub fn forward(&self, xs: &Tensor) -> Result<Tensor> {
+        rms_norm(xs, &self.weight, self.eps)
+    }
+
+    /// `[dim]` f32, the weight widened.
+    pub fn weight(&self) -> &Tensor {
+        &self.weight
+    }
+
+    /// The constant under the root.
+    pub fn eps(&self) -> f32 {
+        self.eps
+    }
+}
+
+/// RMSNorm as an operation: `xs: [.., dim]` bf16, `weight: [dim]` f32 → `[.., dim]` bf16.
+///
+/// # Errors
+/// Another dtype, or a last dimension that is not the weight's length.
+///
+/// Reference: `RMSNorm.forward`.
+pub fn rms_norm(xs: &Tensor, weight: &Tensor, eps: f32) -> Result<Tensor> {
+    let dim = weight.elem_count();
+    if xs.dtype() != DType::BF16 || weight.dtype() != DType::F32 || xs.dims().last() != Some(&dim) {
+        return Err(Error::shape(
+            "rms_norm",
+            format!(
+                "expected [.., {dim}] bf16 and an f32 weight, found {:?} {:?} and {:?}",
+                xs.shape(),
+                xs.dtype(),
+                weight.dtype()
+            ),
+        ));
+    }
+    Ok(xs.contiguous()?.apply_op2_no_bwd(weight, &RmsNormOp { eps })?)
+}
+
+/// One row: `x: [dim]`, `w: [dim]` → `out: [dim]`.
+///
+/// The sum of squares runs in the workspace's fixed order ([`cpu::dot`]).
+pub fn rms_norm_ref(x: &[f32], w: &[f32], eps: f32, out: &mut [bf16]) {
+    let rstd = 1.0 / (cpu::dot(x, x) / x.len() as f32 + eps).sqrt();
+    for ((o, x), w) in out.iter_mut().zip(x).zip(w) {
+        *o = bf16::from_f32(w * (x * rstd));
+    }
+}
+
+struct RmsNormOp {
+    eps: f32,
+}
+
+impl CustomOp2 for RmsNormOp {
+    fn name(&self) -> &'static str {
+        "rms_norm"
+    }
+
+    fn cpu_fwd(
+        &self,
+        s1: &CpuStorage,
+        l1: &Layout,
+        s2: &CpuStorage,
+        l2: &Layout,
+    ) -> candle_core::Result<(CpuStorage, Shape)> {
+        let xs = cpu::contiguous::<bf16>(s1, l1, "rms_norm")?;
+        let w = cpu::contiguous::<f32>(s2, l2, "rms_norm")?;
+        let dim = w.len();
+        let mut out = vec![bf16::ZERO; xs.len()];
+        let row = |buf: &mut Vec<f32>, out: &mut [bf16], x: &[bf16]| {
+            buf.clear();
+            buf.extend(x.iter().map(|v| v.to_f32()));
+            rms_norm_ref(buf, w, self.eps, out);
+        };
+        if dim > 0 && cpu::should_parallelise(xs.len() * 4) {
+            out.par_chunks_mut(dim)
+                .zip(xs.par_chunks(dim))
+                .for_each_init(Vec::new, |buf, (out, x)| row(buf, out, x));
+        } else if dim > 0 {
+            let mut buf = Vec::with_capacity(dim);
+            for (out, x) in out.chunks_mut(dim).zip(xs.chunks(dim)) {
+                row(&mut buf, out, x);
+            }
+        }
+        Ok((CpuStorage::BF16(out), l1.shape().clone()))
+    }
+}

@@ -1,0 +1,211 @@
+//! Rotary position embedding of the last dimensions of a vector, with YaRN.
+
+use candle_core::{CpuStorage, CustomOp3, DType, Device, Layout, Shape, Tensor};
+use half::bf16;
+use rayon::prelude::*;
+
+use crate::{Error, Result, cpu};
+
+/// Frequencies of one rotary embedding.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RopeConfig {
+    /// Rotated dimensions, even (`rope_head_dim`).
+    pub dim: usize,
+    /// Base of the geometric frequency series (`rope_theta` or `compress_rope_theta`).
+    pub theta: f64,
+    /// Context length of the original training in tokens; 0 turns YaRN off.
+    pub original_seq_len: usize,
+    /// YaRN: how much longer the context became (`rope_factor`).
+    pub factor: f64,
+    /// YaRN: dimensions turning at least this often over the original context stay as they are.
+    pub beta_fast: f64,
+    /// YaRN: dimensions turning at most this often are divided by `factor`.
+    pub beta_slow: f64,
+}
+
+/// The frequencies of a [`RopeConfig`].
+#[derive(Debug, Clone)]
+pub struct Rope {
+    freqs: Vec<f32>,
+}
+
+/// Cosines and sines of a list of positions, shared by every layer of a step.
+#[derive(Debug, Clone)]
+pub struct RopeTable {
+    /// `[T, dim / 2]` f32.
+    pub cos: Tensor,
+    /// `[T, dim / 2]` f32.
+    pub sin: Tensor,
+}
+
+impl Rope {
+    /// Computes the frequencies in f32, as the official code does.
+    ///
+    /// # Errors
+    /// `dim` is odd or zero, or a constant is not finite and positive.
+    ///
+    /// Reference: `precompute_freqs_cis`.
+    pub fn new(cfg: &RopeConfig) -> Result<Self> {
+        if cfg.dim == 0 || cfg.dim % 2 != 0 {
+            return Err(Error::config(
+                "rope_head_dim",
+                format!("expected an even number above 0, found {}", cfg.dim),
+            ));
+        }
+        if !(cfg.theta.is_finite() && cfg.theta > 1.0) {
+            return Err(Error::config(
+                "rope_theta",
+                format!("expected a number above 1, found {}", cfg.theta),
+            ));
+        }
+        let dim = cfg.dim as f64;
+        let mut freqs: Vec<f32> = (0..cfg.dim)
+            .step_by(2)
+            .map(|i| 1.0 / (cfg.theta as f32).powf(i as f32 / cfg.dim as f32))
+            .collect();
+        if cfg.original_seq_len > 0 {
+            if !(cfg.factor.is_finite() && cfg.factor > 0.0) {
+                return Err(Error::config(
+                    "rope_factor",
+                    format!("expected a number above 0, found {}", cfg.factor),
+                ));
+            }
+            if !(cfg.beta_fast > 0.0 && cfg.beta_slow > 0.0) {
+                return Err(Error::config("beta_fast", "expected positive beta_fast and beta_slow"));
+            }
+            // The dimension whose wavelength completes `rotations` turns over the original context.
+            let corrected_dim = |rotations: f64| {
+                dim * (cfg.original_seq_len as f64 / (rotations * 2.0 * std::f64::consts::PI)).ln()
+                    / (2.0 * cfg.theta.ln())
+            };
+            let low = corrected_dim(cfg.beta_fast).floor().max(0.0);
+            let high = corrected_dim(cfg.beta_slow).ceil().min(dim - 1.0);
+            let (low, span) = (low as f32, (high - low).max(1e-3) as f32);
+            for (i, f) in freqs.iter_mut().enumerate() {
+                let smooth = 1.0 - ((i as f32 - low) / span).clamp(0.0, 1.0);
+                *f = *f / cfg.factor as f32 * (1.0 - smooth) + *f * smooth;
+            }
+        }
+        Ok(Self { freqs })
+    }
+
+    /// Rotated dimensions.
+    pub fn dim(&self) -> usize {
+        self.freqs.len() * 2
+    }
+
+    /// Frequencies in radians a position, `[dim / 2]`.
+    pub fn freqs(&self) -> &[f32] {
+        &self.freqs
+    }
+
+    /// `positions: [T]` (absolute) → a table of `T` rows.
+    ///
+    /// # Errors
+    /// Moving the table to `device` fails.
+    pub fn table(&self, positions: &[u32], device: &Device) -> Result<RopeTable> {
+        let half = self.freqs.len();
+        let (mut cos, mut sin) = (Vec::new(), Vec::new());
+        cos.reserve(positions.len() * half);
+        sin.reserve(positions.len() * half);
+        for &position in positions {
+            for &freq in &self.freqs {
+                // The angle is rounded to f32 before the sine, as the official table is: at position
+                // 1e6 that moves it by up to 0.03 rad, so computing in f64 throughout would be a
+                // better table of another model. The sine of the rounded angle is taken in f64.
+                let angle = f64::from(position as f32 * freq);
+                let (s, c) = angle.sin_cos();
+                cos.push(c as f32);
+                sin.push(s as f32);
+            }
+        }
+        let shape = (positions.len(), half);
+        Ok(RopeTable {
+            cos: Tensor::from_vec(cos, shape, device)?,
+            sin: Tensor::from_vec(sin, shape, device)?,
+        })
+    }
+}
+
+/// Rotates the last `2 * half` dimensions of each vector, adjacent pairs as complex numbers.
+///
+/// `xs: [T, D]` or `[T, H, D]` bf16, `table` of `T` rows → same shape. `inverse` conjugates the
+/// rotation. f32 inside, one rounding.
+///
+/// # Errors
+/// Shapes that do not fit each other, or another dtype.
+///
+/// Reference: `apply_rotary_emb`.
+pub fn apply_rope(xs: &Tensor, table: &RopeTable, inverse: bool) -> Result<Tensor> {
+    let (t, half) = table.cos.dims2()?;
+    let ok = xs.dtype() == DType::BF16
+        && matches!(xs.rank(), 2 | 3)
+        && xs.dims()[0] == t
+        && xs.dims().last().is_some_and(|d| *d >= 2 * half);
+    if !ok {
+        return Err(Error::shape(
+            "apply_rope",
+            format!(
+                "expected [{t}, D] or [{t}, H, D] bf16 with D >= {}, found {:?} {:?}",
+                2 * half,
+                xs.shape(),
+                xs.dtype()
+            ),
+        ));
+    }
+    let op = ApplyRope { inverse };
+    Ok(xs.contiguous()?.apply_op3_no_bwd(&table.cos, &table.sin, &op)?)
+}
+
+/// One vector in place: `x: [D]`, `cos`, `sin: [half]`; the last `2 * half` elements turn.
+pub fn apply_rope_ref(x: &mut [bf16], cos: &[f32], sin: &[f32], inverse: bool) {
+    let tail = x.len() - 2 * cos.len();
+    for (pair, (c, s)) in x[tail..].chunks_exact_mut(2).zip(cos.iter().zip(sin)) {
+        let s = if inverse { -s } else { *s };
+        let (re, im) = (pair[0].to_f32(), pair[1].to_f32());
+        pair[0] = bf16::from_f32(re * c - im * s);
+        pair[1] = bf16::from_f32(re * s + im * c);
+    }
+}
+
+struct ApplyRope {
+    inverse: bool,
+}
+
+impl CustomOp3 for ApplyRope {
+    fn name(&self) -> &'static str {
+        "apply_rope"
+    }
+
+    fn cpu_fwd(
+        &self,
+        s1: &CpuStorage,
+        l1: &Layout,
+        s2: &CpuStorage,
+        l2: &Layout,
+        s3: &CpuStorage,
+        l3: &Layout,
+    ) -> candle_core::Result<(CpuStorage, Shape)> {
+        let xs = cpu::contiguous::<bf16>(s1, l1, "apply_rope")?;
+        let cos = cpu::contiguous::<f32>(s2, l2, "apply_rope")?;
+        let sin = cpu::contiguous::<f32>(s3, l3, "apply_rope")?;
+        let dims = l1.dims();
+        let half = l2.dims()[1];
+        let d = dims[dims.len() - 1];
+        let heads = if dims.len() == 3 { dims[1] } else { 1 };
+        let mut out = xs.to_vec();
+        let token = |i: usize, row: &mut [bf16]| {
+            let at = i * half..(i + 1) * half;
+            for head in row.chunks_exact_mut(d) {
+                apply_rope_ref(head, &cos[at.clone()], &sin[at.clone()], self.inverse);
+            }
+        };
+        let width = heads * d;
+        if width > 0 && cpu::should_parallelise(dims[0] * heads * half * 6) {
+            out.par_chunks_mut(width).enumerate().for_each(|(i, row)| token(i, row));
+        } else if width > 0 {
+            out.chunks_mut(width).enumerate().for_each(|(i, row)| token(i, row));
+        }
+        Ok((CpuStorage::BF16(out), l1.shape().clone()))
+    }
+}
