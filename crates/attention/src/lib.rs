@@ -1,0 +1,1 @@
+//! Sliding-window plus compressed sparse attention of DeepSeek-V4.1.

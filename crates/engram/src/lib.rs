@@ -1,0 +1,1 @@
+//! Engram n-gram memory of DeepSeek-V4.1.

@@ -1,0 +1,1 @@
+//! Hyper-connections of DeepSeek-V4.1: Sinkhorn-normalised residual streams.

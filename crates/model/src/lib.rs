@@ -1,0 +1,1 @@
+//! The DeepSeek-V4.1 transformer assembled from its layers.

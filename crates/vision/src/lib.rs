@@ -1,0 +1,1 @@
+//! Vision tower and image preprocessing of DeepSeek-V4.1.

@@ -1,0 +1,1 @@
+//! CUDA kernels of DeepSeek-V4.1 inference.
