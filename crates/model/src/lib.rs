@@ -1,1 +1,20 @@
-//! The DeepSeek-V4.1 transformer assembled from its layers.
+#![doc = include_str!("../README.md")]
+#![forbid(unsafe_code)]
+
+mod batch;
+mod block;
+mod checkpoint;
+mod config;
+mod embed;
+mod layer_plan;
+mod probe;
+mod state;
+mod transformer;
+
+pub use batch::{Chunk, ForwardBatch, ForwardOutput, ImageSpan, LogitRows};
+pub use checkpoint::refuse_unexpected;
+pub use config::{Config, IndexKeys, LinearDtype};
+pub use layer_plan::{KvSource, LayerPlan, PlannedLayer};
+pub use probe::{Probe, ProbePoint};
+pub use state::{Limits, ModelState, SequenceId};
+pub use transformer::Transformer;

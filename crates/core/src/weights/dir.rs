@@ -79,13 +79,14 @@ pub(super) fn open_shards(dir: &Path, policy: LoadPolicy) -> Result<Vec<ShardFil
 }
 
 fn open_shard(path: PathBuf, policy: LoadPolicy, expected: Option<Vec<String>>) -> Result<ShardFile> {
+    let file = File::open(&path).map_err(|e| Error::io(&path, e))?;
+    // An empty file cannot be mapped on every system.
+    if file.metadata().map_err(|e| Error::io(&path, e))?.len() == 0 {
+        return Err(Error::checkpoint(&path, "the file is empty"));
+    }
     let bytes = match policy {
         LoadPolicy::Read => Bytes::from(std::fs::read(&path).map_err(|e| Error::io(&path, e))?),
         LoadPolicy::Mmap => {
-            let file = File::open(&path).map_err(|e| Error::io(&path, e))?;
-            if file.metadata().map_err(|e| Error::io(&path, e))?.len() == 0 {
-                return Err(Error::checkpoint(&path, "the file is empty"));
-            }
             // SAFETY: the map is read-only and private to this value. That nobody truncates or
             // rewrites the file while it is mapped is the documented contract of
             // `LoadPolicy::Mmap`; `LoadPolicy::Read` is there for those who cannot promise it.

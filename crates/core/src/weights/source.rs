@@ -10,7 +10,7 @@ use bytes::Bytes;
 use candle_core::{DType, Device, Tensor};
 use safetensors::SafeTensors;
 
-use super::{LoadPolicy, RawTensor, StoredDtype, VarBuilder, dir};
+use super::{LoadPolicy, RawTensor, StoredDtype, VarBuilder, dir, header};
 use crate::{Error, Result, WeightError};
 
 /// The tensors of a checkpoint, shared and cheap to clone. Remembers which ones were asked for, so
@@ -159,7 +159,8 @@ fn read_shard(
 ) -> Result<()> {
     // `deserialize` checks the header against the file: length, overlaps, holes, and that every
     // shape times its dtype is the length of its data.
-    let view = SafeTensors::deserialize(bytes).map_err(|e| Error::checkpoint(file, e.to_string()))?;
+    let view = SafeTensors::deserialize(bytes)
+        .map_err(|e| Error::checkpoint(file, header::explain(&e, bytes)))?;
     for (name, tensor) in view.iter() {
         let raw = RawTensor {
             name: name.to_owned(),

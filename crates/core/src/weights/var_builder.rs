@@ -30,6 +30,13 @@ pub struct Shard {
     pub world_size: usize,
 }
 
+impl Default for Shard {
+    /// The whole tensor.
+    fn default() -> Self {
+        Self { dim: 0, rank: 0, world_size: 1 }
+    }
+}
+
 impl VarBuilder {
     pub(super) fn new(weights: Weights, device: Device) -> Self {
         Self { weights, device, prefix: String::new() }
@@ -111,9 +118,17 @@ impl VarBuilder {
         }
         let part = whole / shard.world_size;
         let outer: usize = shape[..shard.dim].iter().product();
-        // Bytes of one step along the split dimension.
-        let step = tensor.bytes.len() / (outer.max(1) * whole);
-        let (row, run, skip) = (whole * step, part * step, shard.rank * part * step);
+        let inner: usize = shape[shard.dim + 1..].iter().product();
+        // F4 counts nibbles: a part must still be whole bytes.
+        let bits = part * inner * tensor.dtype.bitsize();
+        if bits % 8 != 0 {
+            return Err(Error::shape(
+                "raw_sharded",
+                format!("`{}` {shape:?} cannot be split as {shard:?} within a byte", tensor.name),
+            ));
+        }
+        let run = bits / 8;
+        let (row, skip) = (run * shard.world_size, shard.rank * run);
         tensor.bytes = if shard.dim == 0 {
             tensor.bytes.slice(skip..skip + run)
         } else {

@@ -1,0 +1,111 @@
+//! One backbone layer.
+
+use std::sync::Arc;
+
+use candle_core::Tensor;
+use deepseek_v41_attention::{AttnPlan, Attention, LayerCache, RopeTables, SharedAttentionRuntime};
+use deepseek_v41_core::{Comm, Result, RmsNorm, VarBuilder};
+use deepseek_v41_hyperconn::{HyperConn, PreMix, Site};
+use deepseek_v41_moe::Moe;
+
+use crate::{
+    Config, PlannedLayer, Probe, ProbePoint,
+    probe::shift_selection,
+};
+
+/// Attention and experts, each inside its hyper-connection.
+#[derive(Debug)]
+pub(crate) struct Block {
+    number: usize,
+    role: PlannedLayer,
+    hc_attn: HyperConn,
+    attn_norm: RmsNorm,
+    attn: Attention,
+    hc_ffn: HyperConn,
+    ffn_norm: RmsNorm,
+    ffn: Moe,
+}
+
+/// What a block's sublayers share with those of other blocks in one step.
+pub(crate) struct Step<'a> {
+    pub(crate) plan: &'a AttnPlan,
+    pub(crate) ropes: &'a RopeTables,
+    pub(crate) image_mask: Option<&'a Tensor>,
+    pub(crate) shared: SharedAttentionRuntime,
+    pub(crate) probe: &'a mut dyn Probe,
+}
+
+impl Block {
+    /// Loads layer `number` under `vb`.
+    pub(crate) fn new(
+        cfg: &Config,
+        number: usize,
+        role: &PlannedLayer,
+        comm: &Arc<dyn Comm>,
+        vb: VarBuilder,
+    ) -> Result<Self> {
+        let hc = cfg.hyperconn();
+        Ok(Self {
+            number,
+            role: role.clone(),
+            hc_attn: HyperConn::new(&hc, Site::Attn, vb.clone())?,
+            attn_norm: RmsNorm::new(cfg.dim, cfg.norm_eps, vb.pp("attn_norm"))?,
+            attn: Attention::new(&cfg.attention(role.role), comm.clone(), vb.pp("attn"))?,
+            hc_ffn: HyperConn::new(&hc, Site::Ffn, vb.clone())?,
+            ffn_norm: RmsNorm::new(cfg.dim, cfg.norm_eps, vb.pp("ffn_norm"))?,
+            ffn: Moe::new(&cfg.moe(), comm.clone(), vb.pp("ffn"))?,
+        })
+    }
+
+    /// `stream: [T, C, dim]` and the mix carried from the layer before → both for the next.
+    pub(crate) fn forward(
+        &self,
+        stream: &Tensor,
+        carried: PreMix,
+        cache: LayerCache<'_>,
+        step: &mut Step<'_>,
+    ) -> Result<(Tensor, PreMix)> {
+        let (stream, carried) = self.hc_attn.around(stream, carried, |xs| {
+            let ys = self.attend(&self.attn_norm.forward(&xs)?, cache, step)?;
+            step.probe.value(self.number, ProbePoint::Attn, &ys)?;
+            Ok(ys)
+        })?;
+        let (stream, carried) = self.hc_ffn.around(&stream, carried, |xs| {
+            let ys = self.experts(&self.ffn_norm.forward(&xs)?, step)?;
+            step.probe.value(self.number, ProbePoint::Ffn, &ys)?;
+            Ok(ys)
+        })?;
+        step.probe.value(self.number, ProbePoint::Stream, &stream)?;
+        step.probe.value(self.number, ProbePoint::PreMix, carried.tensor())?;
+        Ok((stream, carried))
+    }
+
+    fn attend(&self, xs: &Tensor, cache: LayerCache<'_>, step: &mut Step<'_>) -> Result<Tensor> {
+        let indexed = self.role.role.indexer().and(self.role.role.ratio());
+        let Some(ratio) = indexed else {
+            return self.attn.forward(xs, step.plan, step.ropes, cache, &mut step.shared);
+        };
+        let base = || -> Result<Vec<u32>> {
+            Ok(step.plan.compress(ratio)?.spans.iter().map(|s| s.base).collect())
+        };
+        if let Some(positions) = step.probe.replay_selection(self.number) {
+            step.shared.replay = Some(shift_selection(&positions, &base()?, 1)?);
+        }
+        let ys = self.attn.forward(xs, step.plan, step.ropes, cache, &mut step.shared)?;
+        if step.probe.wants_selections()
+            && let Some(own) = step.shared.computed.take()
+        {
+            step.probe.selected(self.number, &shift_selection(&own.0, &base()?, -1)?.0);
+        }
+        Ok(ys)
+    }
+
+    fn experts(&self, xs: &Tensor, step: &mut Step<'_>) -> Result<Tensor> {
+        let mut routing = self.ffn.gate().forward(xs, step.image_mask)?;
+        step.probe.routed(self.number, &routing);
+        if let Some(experts) = step.probe.replay_experts(self.number) {
+            routing = self.ffn.gate().forward_chosen(xs, &experts)?;
+        }
+        self.ffn.forward_routed(xs, &routing)
+    }
+}

@@ -1,0 +1,109 @@
+//! Token embeddings and the output head.
+
+use candle_core::{Device, Tensor};
+use deepseek_v41_core::{Error, RawTensor, Result, StoredDtype, VarBuilder};
+use half::bf16;
+
+use crate::{Chunk, Config};
+
+/// The embedding table, read row by row from where it is stored.
+#[derive(Debug, Clone)]
+pub(crate) struct Embedding {
+    rows: RawTensor,
+    dim: usize,
+    device: Device,
+}
+
+impl Embedding {
+    /// Reads `weight: [vocab_size, dim]` bf16 under `vb`.
+    pub(crate) fn new(vocab_size: usize, dim: usize, vb: VarBuilder) -> Result<Self> {
+        let rows = vb.raw("weight", &[StoredDtype::BF16], &[vocab_size, dim])?;
+        Ok(Self { rows, dim, device: vb.device().clone() })
+    }
+
+    /// `ids: [T]` → `[T, dim]` bf16.
+    pub(crate) fn forward(&self, ids: &[u32]) -> Result<Tensor> {
+        let mut out = Vec::with_capacity(ids.len() * self.dim);
+        for &id in ids {
+            self.push_row(id, &mut out)?;
+        }
+        Ok(Tensor::from_vec(out, (ids.len(), self.dim), &self.device)?)
+    }
+
+    /// The rows of all chunks end to end, those of image spans taken from the picture.
+    pub(crate) fn forward_chunks(&self, chunks: &[Chunk]) -> Result<Tensor> {
+        let tokens: usize = chunks.iter().map(|c| c.token_ids.len()).sum();
+        let mut out = Vec::with_capacity(tokens * self.dim);
+        for chunk in chunks {
+            let mut spans = chunk.images.iter().peekable();
+            let mut at = 0;
+            while at < chunk.token_ids.len() {
+                match spans.next_if(|span| span.start == at && span.rows.dims()[0] > 0) {
+                    Some(span) => {
+                        let rows = span.rows.flatten_all()?.to_vec1::<bf16>()?;
+                        at += rows.len() / self.dim;
+                        out.extend(rows);
+                    }
+                    None => {
+                        self.push_row(chunk.token_ids[at], &mut out)?;
+                        at += 1;
+                    }
+                }
+            }
+        }
+        Ok(Tensor::from_vec(out, (tokens, self.dim), &self.device)?)
+    }
+
+    fn push_row(&self, id: u32, out: &mut Vec<bf16>) -> Result<()> {
+        let width = self.dim * 2;
+        let start = (id as usize).saturating_mul(width);
+        let row = self.rows.bytes.get(start..start.saturating_add(width)).ok_or_else(|| {
+            let vocab = self.rows.shape[0];
+            Error::value("token id", format!("{id} is outside of the vocabulary of {vocab}"))
+        })?;
+        out.extend(row.chunks_exact(2).map(|b| bf16::from_le_bytes([b[0], b[1]])));
+        Ok(())
+    }
+}
+
+/// Checks ids and image spans before anything is computed or written.
+pub(crate) fn check_chunk(cfg: &Config, chunk: &Chunk) -> Result<()> {
+    let len = chunk.token_ids.len();
+    let mut free_from = 0;
+    for span in &chunk.images {
+        let dims = span.rows.dims();
+        let ok = dims.len() == 2 && dims[1] == cfg.dim && span.start >= free_from;
+        let end = dims.first().and_then(|n| span.start.checked_add(*n)).filter(|end| *end <= len);
+        match end {
+            Some(end) if ok => free_from = end,
+            _ => {
+                return Err(Error::shape(
+                    "image span",
+                    format!(
+                        "rows {dims:?} at {} do not fit a chunk of {len} tokens of width {} after {free_from}",
+                        span.start, cfg.dim
+                    ),
+                ));
+            }
+        }
+    }
+    match chunk.token_ids.iter().find(|id| **id as usize >= cfg.vocab_size) {
+        Some(id) => Err(Error::value(
+            "token id",
+            format!("{id} is outside of the vocabulary of {}", cfg.vocab_size),
+        )),
+        None => Ok(()),
+    }
+}
+
+/// 1 for the chunk's positions inside image spans; `None` when it has none.
+pub(crate) fn image_mask(chunk: &Chunk) -> Option<Vec<u8>> {
+    if chunk.images.is_empty() {
+        return None;
+    }
+    let mut mask = vec![0; chunk.token_ids.len()];
+    for span in &chunk.images {
+        mask[span.start..span.start + span.rows.dims()[0]].fill(1);
+    }
+    Some(mask)
+}

@@ -1,0 +1,214 @@
+//! Everything a model remembers between steps, owned by the caller.
+
+use candle_core::Device;
+use deepseek_v41_attention::{CacheGeometry, CompressedCache, WindowCache};
+use deepseek_v41_core::{Error, Result};
+
+use crate::{Config, LayerPlan};
+
+/// How much a [`ModelState`] can hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    /// Sequences at a time.
+    pub max_seqs: usize,
+    /// Longest sequence in tokens.
+    pub max_len: usize,
+    /// How many of its newest tokens a sequence can take back without recomputing.
+    pub max_rollback: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self { max_seqs: 1, max_len: 4096, max_rollback: 64 }
+    }
+}
+
+/// A sequence of one [`ModelState`]; stale once released.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct SequenceId {
+    pub(crate) slot: u32,
+    generation: u32,
+}
+
+/// The caches of every layer and the tokens of every sequence.
+///
+/// Weights are not in here: many states can share one [`Transformer`](crate::Transformer), also from
+/// different threads.
+#[derive(Debug)]
+pub struct ModelState {
+    pub(crate) geometry: CacheGeometry,
+    pub(crate) window: Vec<WindowCache>,
+    /// One for each of [`LayerPlan::sources`].
+    pub(crate) compressed: Vec<CompressedCache>,
+    slots: Vec<Slot>,
+}
+
+#[derive(Debug, Default)]
+struct Slot {
+    generation: u32,
+    sequence: Option<Sequence>,
+}
+
+/// One sequence. Its ids are also its n-gram history, so that there is no hash state to roll back.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Sequence {
+    pub(crate) ids: Vec<u32>,
+    /// 1 inside image spans; empty as long as there is none.
+    pub(crate) image_mask: Vec<u8>,
+    /// Length of the first chunk: the reference's stale index keys depend on it.
+    pub(crate) prefill: u32,
+    /// The longest the sequence has been since its rings were last whole; how far back `len` may go.
+    pub(crate) high_water: usize,
+    /// A step failed half-way and left the rings in an unknown state.
+    pub(crate) broken: bool,
+}
+
+impl ModelState {
+    /// Empty caches on `device`. Memory of CPU caches is committed as it is written.
+    ///
+    /// # Errors
+    /// [`Error::Config`] for limits of 0 or pools that cannot be addressed, or no memory.
+    pub fn new(cfg: &Config, limits: Limits, device: &Device) -> Result<Self> {
+        let plan = LayerPlan::new(cfg)?;
+        if limits.max_len > cfg.max_position_embeddings {
+            return Err(Error::Capacity {
+                what: "context length in tokens",
+                needed: limits.max_len,
+                available: cfg.max_position_embeddings,
+            });
+        }
+        let geometry = CacheGeometry {
+            window: cfg.window_size,
+            max_rollback: limits.max_rollback,
+            max_len: limits.max_len,
+            max_seqs: limits.max_seqs,
+        };
+        geometry.validate(&plan.ratios())?;
+        let window = plan
+            .layers()
+            .iter()
+            .map(|_| WindowCache::new(geometry, cfg.head_dim, device))
+            .collect::<Result<_>>()?;
+        let compressed = plan
+            .sources()
+            .iter()
+            .map(|s| {
+                let index = Some(cfg.index_head_dim);
+                CompressedCache::new(geometry, s.ratio, cfg.head_dim, index, device)
+            })
+            .collect::<Result<_>>()?;
+        let slots = (0..limits.max_seqs).map(|_| Slot::default()).collect();
+        Ok(Self { geometry, window, compressed, slots })
+    }
+
+    /// Starts an empty sequence.
+    ///
+    /// # Errors
+    /// [`Error::Capacity`] when every slot is taken.
+    pub fn create(&mut self) -> Result<SequenceId> {
+        let available = self.slots.len();
+        let Some((i, slot)) = self.slots.iter_mut().enumerate().find(|(_, s)| s.sequence.is_none())
+        else {
+            return Err(Error::Capacity { what: "sequences", needed: available + 1, available });
+        };
+        slot.sequence = Some(Sequence::default());
+        Ok(SequenceId { slot: i as u32, generation: slot.generation })
+    }
+
+    /// Ends a sequence; its id is invalid from now on.
+    ///
+    /// # Errors
+    /// The id is not of a live sequence of this state.
+    pub fn release(&mut self, id: SequenceId) -> Result<()> {
+        self.sequence(id)?;
+        let slot = &mut self.slots[id.slot as usize];
+        slot.sequence = None;
+        slot.generation = slot.generation.wrapping_add(1);
+        Ok(())
+    }
+
+    /// Tokens in the sequence.
+    ///
+    /// # Errors
+    /// As [`ModelState::release`].
+    pub fn len(&self, id: SequenceId) -> Result<usize> {
+        Ok(self.sequence(id)?.ids.len())
+    }
+
+    /// Whether no sequence is live.
+    pub fn is_empty(&self) -> bool {
+        self.slots.iter().all(|s| s.sequence.is_none())
+    }
+
+    /// The sequence's token ids.
+    ///
+    /// # Errors
+    /// As [`ModelState::release`].
+    pub fn token_ids(&self, id: SequenceId) -> Result<&[u32]> {
+        Ok(&self.sequence(id)?.ids)
+    }
+
+    /// The limits it was made with.
+    pub fn limits(&self) -> Limits {
+        Limits {
+            max_seqs: self.geometry.max_seqs,
+            max_len: self.geometry.max_len,
+            max_rollback: self.geometry.max_rollback,
+        }
+    }
+
+    /// Bytes the caches take once they are full.
+    pub fn memory_usage(&self) -> usize {
+        let window: usize = self.window.iter().map(WindowCache::memory_usage).sum();
+        let compressed: usize = self.compressed.iter().map(CompressedCache::memory_usage).sum();
+        window + compressed
+    }
+
+    pub(crate) fn sequence(&self, id: SequenceId) -> Result<&Sequence> {
+        self.slots
+            .get(id.slot as usize)
+            .filter(|slot| slot.generation == id.generation)
+            .and_then(|slot| slot.sequence.as_ref())
+            .ok_or_else(|| unknown(id))
+    }
+
+    pub(crate) fn sequence_mut(&mut self, id: SequenceId) -> Result<&mut Sequence> {
+        self.slots
+            .get_mut(id.slot as usize)
+            .filter(|slot| slot.generation == id.generation)
+            .and_then(|slot| slot.sequence.as_mut())
+            .ok_or_else(|| unknown(id))
+    }
+}
+
+fn unknown(id: SequenceId) -> Error {
+    Error::value("sequence", format!("{id:?} is not a live sequence of this state"))
+}
+
+impl Sequence {
+    /// The last `n` tokens before the end, with their image mask.
+    pub(crate) fn history(&self, n: usize) -> (&[u32], Option<&[u8]>) {
+        let from = self.ids.len().saturating_sub(n);
+        let mask = (!self.image_mask.is_empty()).then(|| &self.image_mask[from..]);
+        (&self.ids[from..], mask)
+    }
+
+    /// Appends the tokens of a finished step.
+    pub(crate) fn append(&mut self, ids: &[u32], image_mask: Option<&[u8]>) {
+        if self.ids.is_empty() {
+            self.prefill = ids.len() as u32;
+        }
+        match image_mask {
+            Some(mask) => {
+                self.image_mask.resize(self.ids.len(), 0);
+                self.image_mask.extend_from_slice(mask);
+            }
+            None if !self.image_mask.is_empty() => {
+                self.image_mask.resize(self.ids.len() + ids.len(), 0);
+            }
+            None => {}
+        }
+        self.ids.extend_from_slice(ids);
+        self.high_water = self.high_water.max(self.ids.len());
+    }
+}
