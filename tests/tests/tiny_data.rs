@@ -39,7 +39,11 @@ fn the_two_shards_hold_the_trained_tensors() {
     };
     for tensor in weights.iter() {
         let shape: Vec<String> = tensor.shape.iter().map(usize::to_string).collect();
-        for text in [tensor.name.as_str(), stored_name(tensor.dtype), &shape.join(",")] {
+        for text in [
+            tensor.name.as_str(),
+            stored_name(tensor.dtype),
+            &shape.join(","),
+        ] {
             eat(text.as_bytes());
             eat(&[0]);
         }

@@ -49,7 +49,10 @@ pub(super) fn open_shards(dir: &Path, policy: LoadPolicy) -> Result<Vec<ShardFil
         let mut by_file: BTreeMap<String, Vec<String>> = BTreeMap::new();
         for (name, file) in index.weight_map {
             // A shard is a sibling of its index: a path would let an index read any file.
-            if Path::new(&file).file_name().is_none_or(|f| f != file.as_str()) {
+            if Path::new(&file)
+                .file_name()
+                .is_none_or(|f| f != file.as_str())
+            {
                 return Err(Error::checkpoint(
                     &index_path,
                     format!("`{name}`: shard `{file}` is not a plain file name"),
@@ -73,12 +76,22 @@ pub(super) fn open_shards(dir: &Path, policy: LoadPolicy) -> Result<Vec<ShardFil
         .collect();
     files.sort();
     if files.is_empty() {
-        return Err(Error::checkpoint(dir, format!("holds neither `{INDEX}` nor `{SINGLE}`")));
+        return Err(Error::checkpoint(
+            dir,
+            format!("holds neither `{INDEX}` nor `{SINGLE}`"),
+        ));
     }
-    files.into_iter().map(|path| open_shard(path, policy, None)).collect()
+    files
+        .into_iter()
+        .map(|path| open_shard(path, policy, None))
+        .collect()
 }
 
-fn open_shard(path: PathBuf, policy: LoadPolicy, expected: Option<Vec<String>>) -> Result<ShardFile> {
+fn open_shard(
+    path: PathBuf,
+    policy: LoadPolicy,
+    expected: Option<Vec<String>>,
+) -> Result<ShardFile> {
     let file = File::open(&path).map_err(|e| Error::io(&path, e))?;
     // An empty file cannot be mapped on every system.
     if file.metadata().map_err(|e| Error::io(&path, e))?.len() == 0 {
@@ -94,5 +107,9 @@ fn open_shard(path: PathBuf, policy: LoadPolicy, expected: Option<Vec<String>>) 
             Bytes::from_owner(map)
         }
     };
-    Ok(ShardFile { path, bytes, expected })
+    Ok(ShardFile {
+        path,
+        bytes,
+        expected,
+    })
 }

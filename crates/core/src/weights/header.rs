@@ -32,7 +32,9 @@ fn liar(file: &[u8]) -> Option<String> {
     let header = file.get(8..len.checked_add(8)?)?;
     let entries: BTreeMap<String, Entry> = serde_json::from_slice(header).ok()?;
     entries.into_iter().find_map(|(name, entry)| {
-        let Entry::Tensor(info) = entry else { return None };
+        let Entry::Tensor(info) = entry else {
+            return None;
+        };
         let bits = info
             .shape
             .iter()

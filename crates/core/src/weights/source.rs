@@ -34,7 +34,9 @@ impl Weights {
             let file: Arc<Path> = Arc::from(shard.path.as_path());
             let before = tensors.len();
             read_shard(&file, &shard.bytes, &mut tensors)?;
-            let Some(expected) = shard.expected else { continue };
+            let Some(expected) = shard.expected else {
+                continue;
+            };
             // The index is what tools look names up in: it must tell the truth about the shard.
             let wrong = |name: &str, reason| Error::Weight {
                 name: name.to_owned(),
@@ -42,7 +44,10 @@ impl Weights {
                 reason,
             };
             for name in &expected {
-                if !tensors.get(name).is_some_and(|t| t.file.as_deref() == Some(&file)) {
+                if !tensors
+                    .get(name)
+                    .is_some_and(|t| t.file.as_deref() == Some(&file))
+                {
                     return Err(wrong(name, WeightError::Missing));
                 }
             }
@@ -86,20 +91,32 @@ impl Weights {
             let (dtype, bytes) = match t.dtype() {
                 DType::BF16 => {
                     let v = flat.to_vec1::<half::bf16>()?;
-                    (StoredDtype::BF16, v.iter().flat_map(|x| x.to_le_bytes()).collect())
+                    (
+                        StoredDtype::BF16,
+                        v.iter().flat_map(|x| x.to_le_bytes()).collect(),
+                    )
                 }
                 DType::F32 => {
                     let v = flat.to_vec1::<f32>()?;
-                    (StoredDtype::F32, v.iter().flat_map(|x| x.to_le_bytes()).collect())
+                    (
+                        StoredDtype::F32,
+                        v.iter().flat_map(|x| x.to_le_bytes()).collect(),
+                    )
                 }
                 DType::U8 => (StoredDtype::U8, flat.to_vec1::<u8>()?),
                 DType::U32 => {
                     let v = flat.to_vec1::<u32>()?;
-                    (StoredDtype::U32, v.iter().flat_map(|x| x.to_le_bytes()).collect())
+                    (
+                        StoredDtype::U32,
+                        v.iter().flat_map(|x| x.to_le_bytes()).collect(),
+                    )
                 }
                 DType::I64 => {
                     let v = flat.to_vec1::<i64>()?;
-                    (StoredDtype::I64, v.iter().flat_map(|x| x.to_le_bytes()).collect())
+                    (
+                        StoredDtype::I64,
+                        v.iter().flat_map(|x| x.to_le_bytes()).collect(),
+                    )
                 }
                 other => {
                     let reason = WeightError::Content(format!("dtype {other:?} is not understood"));
@@ -107,13 +124,22 @@ impl Weights {
                 }
             };
             let shape = t.dims().to_vec();
-            Ok(RawTensor { name, file: None, dtype, shape, bytes: Bytes::from(bytes) })
+            Ok(RawTensor {
+                name,
+                file: None,
+                dtype,
+                shape,
+                bytes: Bytes::from(bytes),
+            })
         });
         Ok(Self::from_raw(raw.collect::<Result<Vec<_>>>()?))
     }
 
     fn from_map(tensors: BTreeMap<String, RawTensor>) -> Self {
-        Self { tensors: Arc::new(tensors), taken: Arc::default() }
+        Self {
+            tensors: Arc::new(tensors),
+            taken: Arc::default(),
+        }
     }
 
     /// A builder at the root of the name tree whose tensors go to `device`.
@@ -126,8 +152,10 @@ impl Weights {
     /// # Errors
     /// [`WeightError::Missing`].
     pub fn get(&self, name: &str) -> Result<&RawTensor> {
-        let tensor =
-            self.tensors.get(name).ok_or_else(|| Error::weight(name, WeightError::Missing))?;
+        let tensor = self
+            .tensors
+            .get(name)
+            .ok_or_else(|| Error::weight(name, WeightError::Missing))?;
         self.taken
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
@@ -148,7 +176,10 @@ impl Weights {
     /// The tensors nobody has asked for so far, by name in ascending order.
     pub fn unused(&self) -> Vec<&RawTensor> {
         let taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
-        self.tensors.values().filter(|t| !taken.contains(&t.name)).collect()
+        self.tensors
+            .values()
+            .filter(|t| !taken.contains(&t.name))
+            .collect()
     }
 }
 
@@ -170,7 +201,12 @@ fn read_shard(
             bytes: bytes.slice_ref(tensor.data()),
         };
         if let Some(first) = tensors.insert(name.to_owned(), raw) {
-            let place = first.file.as_deref().unwrap_or(Path::new("?")).display().to_string();
+            let place = first
+                .file
+                .as_deref()
+                .unwrap_or(Path::new("?"))
+                .display()
+                .to_string();
             return Err(Error::Weight {
                 name: name.to_owned(),
                 file: Some(file.to_path_buf()),

@@ -33,23 +33,38 @@ pub struct Shard {
 impl Default for Shard {
     /// The whole tensor.
     fn default() -> Self {
-        Self { dim: 0, rank: 0, world_size: 1 }
+        Self {
+            dim: 0,
+            rank: 0,
+            world_size: 1,
+        }
     }
 }
 
 impl VarBuilder {
     pub(super) fn new(weights: Weights, device: Device) -> Self {
-        Self { weights, device, prefix: String::new() }
+        Self {
+            weights,
+            device,
+            prefix: String::new(),
+        }
     }
 
     /// The subtree `name`.
     pub fn pp(&self, name: impl Display) -> Self {
-        Self { prefix: self.full_name(name), ..self.clone() }
+        Self {
+            prefix: self.full_name(name),
+            ..self.clone()
+        }
     }
 
     /// The full name of `name` at this place.
     pub fn full_name(&self, name: impl Display) -> String {
-        if self.prefix.is_empty() { name.to_string() } else { format!("{}.{name}", self.prefix) }
+        if self.prefix.is_empty() {
+            name.to_string()
+        } else {
+            format!("{}.{name}", self.prefix)
+        }
     }
 
     /// Where this builder stands, without a trailing dot.
@@ -124,7 +139,10 @@ impl VarBuilder {
         if bits % 8 != 0 {
             return Err(Error::shape(
                 "raw_sharded",
-                format!("`{}` {shape:?} cannot be split as {shard:?} within a byte", tensor.name),
+                format!(
+                    "`{}` {shape:?} cannot be split as {shard:?} within a byte",
+                    tensor.name
+                ),
             ));
         }
         let run = bits / 8;
@@ -155,7 +173,10 @@ impl VarBuilder {
             DType::U32 => StoredDtype::U32,
             DType::I64 => StoredDtype::I64,
             other => {
-                return Err(Error::shape("tensor", format!("no stored dtype for {other:?}")));
+                return Err(Error::shape(
+                    "tensor",
+                    format!("no stored dtype for {other:?}"),
+                ));
             }
         };
         self.raw(name, &[stored], shape)?.to_tensor(&self.device)
