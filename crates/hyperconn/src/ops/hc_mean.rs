@@ -1,0 +1,49 @@
+//! The plain average of the copies, which is what a draft head reads of a layer.
+//!
+//! `out[d] = (sum over c of stream[c][d]) / C`, f32 in ascending `c`, one rounding.
+
+use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Tensor};
+use deepseek_v41_core::{Result, cpu};
+use half::bf16;
+
+use super::lanes::for_each_token;
+use super::stream_dims;
+
+/// `stream: [T, C, dim]` bf16 → `[T, dim]` bf16.
+///
+/// # Errors
+/// Another shape or dtype.
+///
+/// Reference: `h.mean(dim=2)` in `Transformer.forward` (torch sums bf16 in f32 and rounds once).
+pub fn hc_mean(stream: &Tensor) -> Result<Tensor> {
+    stream_dims("hc_mean", stream)?;
+    Ok(stream.contiguous()?.apply_op1_no_bwd(&HcMean)?)
+}
+
+/// One token: `stream: [C, dim]` → `out: [dim]`.
+pub fn hc_mean_ref(stream: &[bf16], out: &mut [bf16]) {
+    let dim = out.len();
+    let c = stream.len() / dim;
+    for (d, o) in out.iter_mut().enumerate() {
+        let sum: f32 = (0..c).map(|c| stream[c * dim + d].to_f32()).sum();
+        *o = cpu::round_bf16(sum / c as f32);
+    }
+}
+
+struct HcMean;
+
+impl CustomOp1 for HcMean {
+    fn name(&self) -> &'static str {
+        "hc_mean"
+    }
+
+    fn cpu_fwd(&self, s: &CpuStorage, l: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
+        let (t, c, dim) = l.shape().dims3()?;
+        let stream = cpu::contiguous::<bf16>(s, l, "hc_mean")?;
+        let mut out = vec![bf16::ZERO; t * dim];
+        for_each_token(&mut out, dim, c * dim, |t, out| {
+            hc_mean_ref(&stream[t * c * dim..(t + 1) * c * dim], out);
+        });
+        Ok((CpuStorage::BF16(out), (t, dim).into()))
+    }
+}

@@ -1,0 +1,106 @@
+//! Collapses the copies of the stream into one sublayer input.
+//!
+//! `out[d] = sum over c of pre[c] * stream[c][d]`, f32 in ascending `c`, one rounding.
+
+use candle_core::{CpuStorage, CustomOp2, DType, Layout, Shape, Tensor};
+use deepseek_v41_core::{Result, cpu};
+use half::bf16;
+
+use super::lanes::{Block, LANES, add_scaled, for_each_token, load, store};
+use super::{expect, stream_dims};
+use crate::PreMix;
+
+/// `stream: [T, C, dim]` bf16 and the carried mix `[T, C]` → `[T, dim]` bf16.
+///
+/// A NaN or infinity in any copy reaches the output even where its weight is 0, as in the reference.
+///
+/// # Errors
+/// Another dtype, or sizes that differ between the two.
+///
+/// Reference: `Block.hc_pre`.
+pub fn hc_pre(stream: &Tensor, pre: &PreMix) -> Result<Tensor> {
+    let (t, c, _) = stream_dims("hc_pre", stream)?;
+    expect("hc_pre", "pre", pre.tensor(), &[t, c], DType::F32)?;
+    Ok(stream
+        .contiguous()?
+        .apply_op2_no_bwd(pre.tensor(), &HcPre)?)
+}
+
+/// One token: `stream: [C, dim]`, `pre: [C]` → `out: [dim]`.
+pub fn hc_pre_ref(stream: &[bf16], pre: &[f32], out: &mut [bf16]) {
+    let dim = out.len();
+    elements(stream, pre, dim, 0, out);
+}
+
+/// The elements from `d0` on, one by one.
+fn elements(stream: &[bf16], pre: &[f32], dim: usize, d0: usize, out: &mut [bf16]) {
+    for (i, o) in out.iter_mut().enumerate() {
+        let mut sum = 0f32;
+        for (c, p) in pre.iter().enumerate() {
+            sum += p * stream[c * dim + d0 + i].to_f32();
+        }
+        *o = cpu::round_bf16(sum);
+    }
+}
+
+/// [`hc_pre_ref`] in blocks: elements do not depend on each other, so the bits are the same.
+fn row(stream: &[bf16], pre: &[f32], out: &mut [bf16]) {
+    let dim = out.len();
+    let whole = dim - dim % LANES;
+    for d in (0..whole).step_by(LANES) {
+        let mut acc: Block = [0.0; LANES];
+        for (c, &p) in pre.iter().enumerate() {
+            add_scaled(&mut acc, p, &load(&stream[c * dim + d..]));
+        }
+        store(&acc, &mut out[d..]);
+    }
+    elements(stream, pre, dim, whole, &mut out[whole..]);
+}
+
+struct HcPre;
+
+impl CustomOp2 for HcPre {
+    fn name(&self) -> &'static str {
+        "hc_pre"
+    }
+
+    fn cpu_fwd(
+        &self,
+        s1: &CpuStorage,
+        l1: &Layout,
+        s2: &CpuStorage,
+        l2: &Layout,
+    ) -> candle_core::Result<(CpuStorage, Shape)> {
+        let (t, c, dim) = l1.shape().dims3()?;
+        let stream = cpu::contiguous::<bf16>(s1, l1, "hc_pre")?;
+        let pre = cpu::contiguous::<f32>(s2, l2, "hc_pre")?;
+        let mut out = vec![bf16::ZERO; t * dim];
+        for_each_token(&mut out, dim, 2 * c * dim, |t, out| {
+            row(
+                &stream[t * c * dim..(t + 1) * c * dim],
+                &pre[t * c..(t + 1) * c],
+                out,
+            );
+        });
+        Ok((CpuStorage::BF16(out), (t, dim).into()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_are_the_reference_bit_for_bit() {
+        for (c, dim) in [(1, 1), (2, 15), (3, 16), (4, 33), (5, 160)] {
+            let stream: Vec<bf16> = (0..c * dim)
+                .map(|i| bf16::from_f32(((i * 7919) % 1013) as f32 / 97.0 - 5.0))
+                .collect();
+            let pre: Vec<f32> = (0..c).map(|i| 0.3 + i as f32 / 7.0).collect();
+            let (mut slow, mut fast) = (vec![bf16::ZERO; dim], vec![bf16::ZERO; dim]);
+            hc_pre_ref(&stream, &pre, &mut slow);
+            row(&stream, &pre, &mut fast);
+            assert_eq!(slow, fast, "c {c}, dim {dim}");
+        }
+    }
+}
