@@ -1,0 +1,286 @@
+//! CPU kernel: a tile of rows is widened once and serves all heads of the query.
+//!
+//! Scores put heads side by side in vector lanes, values put columns: both are small matrix products
+//! whose every element is one chain of multiply-adds, the one of `sparse_attn_ref`.
+
+use half::bf16;
+use rayon::prelude::*;
+
+use super::{KvRows, NO_MAX, valid_rows};
+use crate::ops::simd::{Simd, dispatch, exp, round_bf16};
+use crate::ops::tile::{COLS, TILE, Tile, pack_heads};
+
+/// Heads a thread takes at least when a query is split: enough to repay widening the rows again.
+const MIN_HEADS: usize = 16;
+
+/// As `sparse_attn_ref`, bit for bit.
+pub(super) fn sparse_attn(
+    q: &[bf16],
+    scopes: &[KvRows<'_>],
+    sink: &[f32],
+    dim: usize,
+    scale: f32,
+    out: &mut [bf16],
+) {
+    sparse_attn_with(Simd::detect(), q, scopes, sink, dim, scale, out);
+}
+
+fn sparse_attn_with<'a>(
+    simd: Simd,
+    q: &[bf16],
+    scopes: &[KvRows<'a>],
+    sink: &[f32],
+    dim: usize,
+    scale: f32,
+    out: &mut [bf16],
+) {
+    let heads = sink.len();
+    let row = heads * dim;
+    let width: usize = scopes.iter().map(|s| s.width).sum();
+    // Queries are the natural unit; a step with fewer of them than threads splits their heads.
+    let (queries, threads) = (out.len() / row, rayon::current_num_threads());
+    let parallel = deepseek_v41_core::cpu::should_parallelise(4 * q.len() * width);
+    let split = match parallel && queries > 0 && queries < 2 * threads {
+        true => heads.div_ceil(threads).next_multiple_of(MIN_HEADS),
+        false => heads,
+    };
+    let run = |scratch: &mut Scratch<'a>, t: usize, h0: usize, out: &mut [bf16]| {
+        valid_rows(scopes, t, dim, &mut scratch.rows);
+        let n = out.len() / dim;
+        let q = &q[t * row + h0 * dim..][..n * dim];
+        if n > 8 {
+            attend::<16>(simd, q, &sink[h0..h0 + n], scale, scratch, out);
+        } else {
+            attend::<8>(simd, q, &sink[h0..h0 + n], scale, scratch, out);
+        }
+    };
+    if !parallel {
+        let mut scratch = Scratch::new(dim);
+        for (t, out) in out.chunks_exact_mut(row).enumerate() {
+            run(&mut scratch, t, 0, out);
+        }
+        return;
+    }
+    let tasks: Vec<(usize, usize, &mut [bf16])> = out
+        .chunks_exact_mut(row)
+        .enumerate()
+        .flat_map(|(t, out)| {
+            out.chunks_mut(split * dim)
+                .enumerate()
+                .map(move |(i, out)| (t, i * split, out))
+        })
+        .collect();
+    tasks.into_par_iter().for_each_init(
+        || Scratch::new(dim),
+        |scratch, (t, h0, out)| run(scratch, t, h0, out),
+    );
+}
+
+/// What one thread reuses from query to query.
+struct Scratch<'a> {
+    rows: Vec<&'a [bf16]>,
+    tile: Tile,
+    /// The query's heads as panels.
+    panels: Vec<f32>,
+    /// Scores, then probabilities: `[TILE][heads padded]`.
+    p: Vec<f32>,
+    /// `[column blocks][heads padded][16]`.
+    o: Vec<f32>,
+    m: Vec<f32>,
+    l: Vec<f32>,
+    c: Vec<f32>,
+}
+
+impl Scratch<'_> {
+    fn new(dim: usize) -> Self {
+        let [panels, p, o, m, l, c] = [const { Vec::new() }; 6];
+        Self {
+            rows: Vec::new(),
+            tile: Tile::new(dim),
+            panels,
+            p,
+            o,
+            m,
+            l,
+            c,
+        }
+    }
+}
+
+dispatch! {
+    /// One query's heads `q: [n, dim]` over `scratch.rows`.
+    fn attend<const W: usize>(
+        q: &[bf16], sink: &[f32], scale: f32, scratch: &mut Scratch<'_>, out: &mut [bf16],
+    ) = attend_body
+}
+
+#[inline(always)]
+fn attend_body<const R: usize, const W: usize>(
+    q: &[bf16],
+    sink: &[f32],
+    scale: f32,
+    scratch: &mut Scratch<'_>,
+    out: &mut [bf16],
+) {
+    let Scratch {
+        rows,
+        tile,
+        panels,
+        p,
+        o,
+        m,
+        l,
+        c,
+    } = scratch;
+    if rows.is_empty() {
+        out.fill(bf16::ZERO);
+        return;
+    }
+    let heads = sink.len();
+    let dim = q.len() / heads;
+    let padded = heads.next_multiple_of(W);
+    let blocks = tile.blocks();
+    pack_heads::<W>(q, dim, panels);
+    p.resize(TILE * padded, 0.0);
+    reset(o, blocks * padded * COLS, 0.0);
+    reset(m, padded, NO_MAX);
+    reset(l, padded, 0.0);
+    reset(c, padded, 0.0);
+
+    for rows in rows.chunks(TILE) {
+        for (r, row) in rows.iter().enumerate() {
+            tile.set_row(r, row);
+        }
+        for (i, panel) in panels.chunks_exact(blocks * COLS * W).enumerate() {
+            let w0 = i * W;
+            // Whole groups of R rows: the last group's surplus is stale and never read.
+            for r0 in (0..rows.len()).step_by(R) {
+                let dots = tile.dots::<R, W>(r0, panel);
+                for i in 0..R {
+                    let p = &mut p[(r0 + i) * padded + w0..][..W];
+                    for w in 0..W {
+                        p[w] = dots[i][w] * scale;
+                    }
+                }
+            }
+            let (m, l, c) = (&mut m[w0..][..W], &mut l[w0..][..W], &mut c[w0..][..W]);
+            softmax::<W>(&mut p[w0..], padded, rows.len(), m, l, c);
+        }
+        for b in 0..blocks {
+            let values = &tile.block(b)[..rows.len() * COLS];
+            let o = &mut o[b * padded * COLS..][..padded * COLS];
+            for h0 in (0..heads).step_by(R) {
+                let o = &mut o[h0 * COLS..][..R * COLS];
+                accumulate::<R>(values, &p[h0..], padded, &c[h0..][..R], o);
+            }
+        }
+    }
+
+    for (h, out) in out.chunks_exact_mut(dim).enumerate() {
+        let l = l[h] + exp(sink[h] - m[h]);
+        for (b, out) in out.chunks_mut(COLS).enumerate() {
+            let o = &o[(b * padded + h) * COLS..][..COLS];
+            for (out, o) in out.iter_mut().zip(o) {
+                *out = bf16::from_bits((round_bf16(o / l).to_bits() >> 16) as u16);
+            }
+        }
+    }
+}
+
+fn reset(v: &mut Vec<f32>, len: usize, value: f32) {
+    v.clear();
+    v.resize(len, value);
+}
+
+/// One step of the recurrence for `W` heads: scores `p[r * stride..][..W]` become rounded
+/// probabilities, `m` and `l` move on, `c` receives the correction of `o`.
+#[inline(always)]
+fn softmax<const W: usize>(
+    p: &mut [f32],
+    stride: usize,
+    rows: usize,
+    m: &mut [f32],
+    l: &mut [f32],
+    c: &mut [f32],
+) {
+    let mut top = [0f32; W];
+    top.copy_from_slice(m);
+    for r in 0..rows {
+        let s = &p[r * stride..][..W];
+        for w in 0..W {
+            top[w] = if s[w] > top[w] { s[w] } else { top[w] };
+        }
+    }
+    let mut sum = [0f32; W];
+    for r in 0..rows {
+        let p = &mut p[r * stride..][..W];
+        for w in 0..W {
+            let e = exp(p[w] - top[w]);
+            sum[w] += e;
+            p[w] = round_bf16(e);
+        }
+    }
+    for w in 0..W {
+        c[w] = exp(m[w] - top[w]);
+        l[w] = l[w].mul_add(c[w], sum[w]);
+        m[w] = top[w];
+    }
+}
+
+/// `o[h] = o[h] * c[h] + sum over rows of p[row][h] * values[row]` for `R` heads and one column block.
+#[inline(always)]
+fn accumulate<const R: usize>(values: &[f32], p: &[f32], stride: usize, c: &[f32], o: &mut [f32]) {
+    let mut acc = [[0f32; COLS]; R];
+    for i in 0..R {
+        for j in 0..COLS {
+            acc[i][j] = o[i * COLS + j] * c[i];
+        }
+    }
+    for (r, v) in values.chunks_exact(COLS).enumerate() {
+        let p = &p[r * stride..][..R];
+        for i in 0..R {
+            for j in 0..COLS {
+                acc[i][j] = p[i].mul_add(v[j], acc[i][j]);
+            }
+        }
+    }
+    for i in 0..R {
+        o[i * COLS..][..COLS].copy_from_slice(&acc[i]);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use deepseek_v41_testing::{assert_bits_eq, random_bf16, random_f32};
+
+    use super::*;
+    use crate::ops::sparse_attn::sparse_attn_ref;
+
+    #[test]
+    fn every_instruction_set_gives_the_reference_bits() {
+        for (heads, dim, n) in [
+            (1, 16, 3),
+            (5, 40, 70),
+            (16, 64, 64),
+            (20, 24, 200),
+            (64, 48, 129),
+        ] {
+            let q = random_bf16(2 * heads * dim, 1.0, 1);
+            let kv = random_bf16(50 * dim, 1.0, 2);
+            let sink = random_f32(heads, 1.0, 3);
+            let idxs: Vec<i32> = (0..2 * n).map(|i| (i as i32 * 7) % 51 - 1).collect();
+            let scopes = [KvRows {
+                kv: &kv,
+                idxs: &idxs,
+                width: n,
+            }];
+            let mut want = vec![bf16::ZERO; q.len()];
+            sparse_attn_ref(&q, &scopes, &sink, dim, 0.3, &mut want);
+            for simd in Simd::available() {
+                let mut out = vec![bf16::ONE; q.len()];
+                sparse_attn_with(simd, &q, &scopes, &sink, dim, 0.3, &mut out);
+                assert_bits_eq(&out, &want);
+            }
+        }
+    }
+}

@@ -1,0 +1,116 @@
+//! Tiles of cache rows widened once and served to all heads, and the dot product both attention and
+//! the indexer are defined by.
+
+use half::bf16;
+
+/// Rows of a tile: the step in which attention walks a query's rows (it is part of the definition,
+/// because probabilities are rounded relative to the maximum so far).
+pub(crate) const TILE: usize = 64;
+
+/// Columns of one block of a tile.
+pub(crate) const COLS: usize = 16;
+
+// The extra columns keep the blocks of one row out of each other's cache sets.
+const BLOCK: usize = TILE * COLS + COLS;
+
+/// `sum(a[k] * b[k])` as one chain of fused multiply-adds in ascending `k`.
+///
+/// The kernels run one such chain per (row, head) pair and put pairs side by side in vector lanes, so
+/// no chain is ever split and the result does not depend on the vector width.
+pub(crate) fn dot(a: &[bf16], b: &[bf16]) -> f32 {
+    a.iter()
+        .zip(b)
+        .fold(0.0, |acc, (a, b)| a.to_f32().mul_add(b.to_f32(), acc))
+}
+
+/// Up to [`TILE`] rows of `dim` values in f32, stored as `[ceil(dim / 16)][TILE][16]`, zero-padded.
+#[derive(Debug)]
+pub(crate) struct Tile {
+    data: Vec<f32>,
+    dim: usize,
+}
+
+impl Tile {
+    pub(crate) fn new(dim: usize) -> Self {
+        Self {
+            data: vec![0.0; dim.div_ceil(COLS) * BLOCK],
+            dim,
+        }
+    }
+
+    /// Values per row.
+    #[inline(always)]
+    pub(crate) fn dim(&self) -> usize {
+        self.dim
+    }
+
+    /// Number of column blocks.
+    #[inline(always)]
+    pub(crate) fn blocks(&self) -> usize {
+        self.dim.div_ceil(COLS)
+    }
+
+    /// All rows of one column block: `[TILE][16]`.
+    #[inline(always)]
+    pub(crate) fn block(&self, b: usize) -> &[f32] {
+        &self.data[b * BLOCK..][..TILE * COLS]
+    }
+
+    /// Widens one row of `dim` values.
+    #[inline(always)]
+    pub(crate) fn set_row(&mut self, r: usize, row: &[bf16]) {
+        let mut at = r * COLS;
+        let mut chunks = row[..self.dim].chunks_exact(COLS);
+        for chunk in &mut chunks {
+            let out = &mut self.data[at..at + COLS];
+            for j in 0..COLS {
+                out[j] = f32::from_bits(u32::from(chunk[j].to_bits()) << 16);
+            }
+            at += BLOCK;
+        }
+        for (j, v) in chunks.remainder().iter().enumerate() {
+            self.data[at + j] = f32::from_bits(u32::from(v.to_bits()) << 16);
+        }
+    }
+
+    /// [`dot`] of rows `r0..r0 + R` with the `W` heads of `panel: [blocks * 16][W]`.
+    ///
+    /// Rows that were never set give stale values, which callers ignore.
+    #[inline(always)]
+    pub(crate) fn dots<const R: usize, const W: usize>(
+        &self,
+        r0: usize,
+        panel: &[f32],
+    ) -> [[f32; W]; R] {
+        let mut acc = [[0f32; W]; R];
+        for b in 0..self.blocks() {
+            let rows = &self.data[b * BLOCK + r0 * COLS..][..R * COLS];
+            let panel = &panel[b * COLS * W..][..COLS * W];
+            for k in 0..COLS {
+                let heads = &panel[k * W..][..W];
+                for i in 0..R {
+                    let x = rows[i * COLS + k];
+                    for w in 0..W {
+                        acc[i][w] = x.mul_add(heads[w], acc[i][w]);
+                    }
+                }
+            }
+        }
+        acc
+    }
+}
+
+/// Transposes heads `[heads, dim]` to panels `[ceil(heads / W)][dim rounded up to 16][W]`, zero-padded.
+#[inline(always)]
+pub(crate) fn pack_heads<const W: usize>(heads: &[bf16], dim: usize, out: &mut Vec<f32>) {
+    let count = heads.len() / dim;
+    let rows = dim.next_multiple_of(COLS);
+    out.clear();
+    out.resize(count.div_ceil(W) * rows * W, 0.0);
+    for (h, head) in heads.chunks_exact(dim).enumerate() {
+        let panel = &mut out[h / W * rows * W..][..rows * W];
+        for (k, v) in head.iter().enumerate() {
+            panel[k * W + h % W] = v.to_f32();
+        }
+    }
+}
