@@ -1,0 +1,105 @@
+//! One Engram layer.
+
+use candle_core::Tensor;
+use deepseek_v41_core::{Error, Result, VarBuilder};
+use deepseek_v41_quant::Linear;
+
+use crate::{
+    config::EngramConfig,
+    ops::{engram_gate::engram_gate, engram_lookup::engram_lookup},
+    table::EngramTable,
+};
+
+/// Writes an n-gram lookup into the residual stream, gated by how well it matches that stream.
+///
+/// The two halves are separate so that the rows of a later layer can be fetched while earlier layers
+/// run: [`Engram::gather`] needs only hashes, [`Engram::forward`] needs the stream.
+///
+/// Reference: `Engram`.
+#[derive(Debug, Clone)]
+pub struct Engram {
+    table: EngramTable,
+    wkv: Linear,
+    /// `q_weight * k_weight`, `[C, dim]` f32: they are only ever used as a product.
+    weight: Tensor,
+    columns: usize,
+    eps: f32,
+}
+
+impl Engram {
+    /// Loads `embed.{weight, scale}`, `wkv.*`, `q_weight` and `k_weight` under `vb`.
+    ///
+    /// `layer` counts Engram layers: an index into `cfg.layer_ids`.
+    ///
+    /// # Errors
+    /// No such layer, or weights that are missing or not as the config says.
+    pub fn new(cfg: &EngramConfig, layer: usize, vb: VarBuilder) -> Result<Self> {
+        let Some(&rows) = cfg.num_embeddings.get(layer) else {
+            return Err(Error::config(
+                "engram_num_embeddings",
+                format!("no entry for engram layer {layer}"),
+            ));
+        };
+        let columns = cfg.columns();
+        let sizes = columns.checked_mul(cfg.head_dim).zip(
+            cfg.hc_mult
+                .checked_add(1)
+                .and_then(|c| c.checked_mul(cfg.dim)),
+        );
+        let Some((width, out_dim)) = sizes else {
+            return Err(Error::config(
+                "engram_head_dim",
+                "the layer's width overflows",
+            ));
+        };
+        let table = EngramTable::new(rows, cfg.head_dim, vb.pp("embed"))?;
+        let wkv = Linear::new(width, out_dim, cfg.linear_format, vb.pp("wkv"))?;
+        let shape = [cfg.hc_mult, cfg.dim];
+        let weight = (vb.tensor_f32("q_weight", &shape)? * vb.tensor_f32("k_weight", &shape)?)?;
+        Ok(Self {
+            table,
+            wkv,
+            weight,
+            columns,
+            eps: cfg.norm_eps,
+        })
+    }
+
+    /// The layer's table.
+    pub fn table(&self) -> &EngramTable {
+        &self.table
+    }
+
+    /// Fetches table rows: `hashes: [T, columns]` u32 → `[T, columns * head_dim]` bf16, on the device of
+    /// the weights. The table stays in host memory, and only the rows asked for are read.
+    ///
+    /// # Errors
+    /// Another shape, or a hash outside the table (hashes of another layout).
+    pub fn gather(&self, hashes: &Tensor) -> Result<Tensor> {
+        if hashes.rank() != 2 || hashes.dim(1)? != self.columns {
+            return Err(Error::shape(
+                "engram gather",
+                format!("expected [T, {}], found {:?}", self.columns, hashes.shape()),
+            ));
+        }
+        let rows = engram_lookup(&hashes.to_device(&candle_core::Device::Cpu)?, &self.table)?;
+        Ok(rows.to_device(self.weight.device())?)
+    }
+
+    /// `stream: [T, C, dim]` bf16 and the `rows` of its tokens → the stream with the lookup added.
+    ///
+    /// `image_mask: [T]` u8 is 1 inside an image span; those tokens pass through untouched. `rows` may be
+    /// fewer than the stream's tokens (sequence-parallel padding): the rest pass through as well.
+    ///
+    /// # Errors
+    /// Shapes or dtypes that do not fit.
+    pub fn forward(
+        &self,
+        stream: &Tensor,
+        rows: &Tensor,
+        image_mask: Option<&Tensor>,
+    ) -> Result<Tensor> {
+        let kv = self.wkv.forward(rows)?;
+        engram_gate(stream, &kv, &self.weight, image_mask, self.eps)
+    }
+}

@@ -1,0 +1,251 @@
+//! Adds the shared value to each copy of the stream, gated by how well the copy matches its key.
+//!
+//! For token t and copy c, with `w = q_weight * k_weight` and means over `dim`:
+//!
+//! dot  = sum(h * w * key) * (rsqrt(mean h^2 + eps) * rsqrt(mean key^2 + eps)) * dim^-0.5
+//! gate = sigmoid(copysign(sqrt(max(|dot|, 1e-6)), dot)), 0 at masked tokens
+//! out  = bf16(h + gate * value)
+//!
+//! There is one key per copy but a single value, shared by all of them. The floor under `|dot|` means
+//! that a zero dot opens the gate by sigmoid(±0.001), so the sign of zero shows. A NaN anywhere in
+//! stream, key or value of a token that is not masked gives NaN.
+
+use candle_core::{CpuStorage, CustomOp3, DType, Layout, Shape, Storage, Tensor};
+use deepseek_v41_core::{Error, Result, cpu};
+use half::bf16;
+use rayon::prelude::*;
+
+use super::engram_lookup::round;
+
+const OP: &str = "engram_gate";
+const DOT_FLOOR: f32 = 1e-6;
+const LANES: usize = 8;
+
+/// `stream: [T, C, dim]` bf16, `kv: [N, (C + 1) * dim]` bf16 (C keys, then the value),
+/// `weight: [C, dim]` f32 (`q_weight * k_weight`), `image_mask: [N]` u8 → `[T, C, dim]` bf16.
+///
+/// Tokens inside an image span pass through untouched, and so do those from `N` on: a rank of a
+/// sequence-parallel group pads its share with rows that have no key.
+///
+/// # Errors
+/// Shapes or dtypes that do not fit, `N > T`.
+pub fn engram_gate(
+    stream: &Tensor,
+    kv: &Tensor,
+    weight: &Tensor,
+    image_mask: Option<&Tensor>,
+    eps: f32,
+) -> Result<Tensor> {
+    let (tokens, copies, dim) = stream.dims3()?;
+    let (rows, width) = kv.dims2()?;
+    if stream.dtype() != DType::BF16 || kv.dtype() != DType::BF16 || weight.dtype() != DType::F32 {
+        let found = (stream.dtype(), kv.dtype(), weight.dtype());
+        return Err(Error::shape(
+            OP,
+            format!("expected BF16, BF16 and F32, found {found:?}"),
+        ));
+    }
+    if width != (copies + 1) * dim || weight.dims() != [copies, dim] || rows > tokens || dim == 0 {
+        return Err(Error::shape(
+            OP,
+            format!(
+                "stream {:?}, kv {:?}, weight {:?}",
+                stream.shape(),
+                kv.shape(),
+                weight.shape()
+            ),
+        ));
+    }
+    if let Some(mask) = image_mask
+        && (mask.dtype() != DType::U8 || mask.dims() != [rows])
+    {
+        let (shape, dtype) = (mask.shape(), mask.dtype());
+        return Err(Error::shape(
+            OP,
+            format!("mask: expected [{rows}] U8, found {shape:?} {dtype:?}"),
+        ));
+    }
+    let image_mask = image_mask.map(Tensor::contiguous).transpose()?;
+    let op = EngramGate {
+        image_mask,
+        params: GateParams { copies, dim, eps },
+    };
+    Ok(stream
+        .contiguous()?
+        .apply_op3_no_bwd(&kv.contiguous()?, &weight.contiguous()?, &op)?)
+}
+
+/// Sizes of one gate call.
+#[derive(Debug, Clone, Copy)]
+pub struct GateParams {
+    /// Copies of the stream.
+    pub copies: usize,
+    /// Width of a copy.
+    pub dim: usize,
+    /// Added to the mean squares.
+    pub eps: f32,
+}
+
+struct EngramGate {
+    image_mask: Option<Tensor>,
+    params: GateParams,
+}
+
+impl CustomOp3 for EngramGate {
+    fn name(&self) -> &'static str {
+        OP
+    }
+
+    fn cpu_fwd(
+        &self,
+        stream: &CpuStorage,
+        stream_layout: &Layout,
+        kv: &CpuStorage,
+        kv_layout: &Layout,
+        weight: &CpuStorage,
+        weight_layout: &Layout,
+    ) -> candle_core::Result<(CpuStorage, Shape)> {
+        let stream = cpu::contiguous::<bf16>(stream, stream_layout, OP)?;
+        let kv = cpu::contiguous::<bf16>(kv, kv_layout, OP)?;
+        let weight = cpu::contiguous::<f32>(weight, weight_layout, OP)?;
+        let mask = self.image_mask.as_ref().map(Tensor::storage_and_layout);
+        let mask = match &mask {
+            None => None,
+            Some((storage, layout)) => match &**storage {
+                Storage::Cpu(storage) => Some(cpu::contiguous::<u8>(storage, layout, OP)?),
+                _ => candle_core::bail!("{OP}: the mask is on another device than the stream"),
+            },
+        };
+        let mut out = vec![bf16::ZERO; stream.len()];
+        gate_into(stream, kv, weight, mask, self.params, &mut out);
+        Ok((CpuStorage::BF16(out), stream_layout.shape().clone()))
+    }
+}
+
+/// The definition, with sums in f64. `image_mask` covers the tokens that have a row of `kv`.
+pub fn engram_gate_ref(
+    stream: &[bf16],
+    kv: &[bf16],
+    weight: &[f32],
+    image_mask: Option<&[u8]>,
+    params: GateParams,
+    out: &mut [bf16],
+) {
+    let GateParams { copies, dim, eps } = params;
+    out.copy_from_slice(stream);
+    for (t, kv) in kv.chunks_exact((copies + 1) * dim).enumerate() {
+        if image_mask.is_some_and(|mask| mask[t] != 0) {
+            continue;
+        }
+        for c in 0..copies {
+            let h = &stream[(t * copies + c) * dim..][..dim];
+            let (key, value) = (&kv[c * dim..][..dim], &kv[copies * dim..]);
+            let (mut hh, mut kk, mut hwk) = (0f64, 0f64, 0f64);
+            for i in 0..dim {
+                let (h, k) = (h[i].to_f64(), key[i].to_f64());
+                hh += h * h;
+                kk += k * k;
+                hwk += h * f64::from(weight[c * dim + i]) * k;
+            }
+            let gate = gate(hh as f32, kk as f32, hwk as f32, dim, eps);
+            let out = &mut out[(t * copies + c) * dim..][..dim];
+            for i in 0..dim {
+                out[i] = bf16::from_f32(h[i].to_f32() + gate * value[i].to_f32());
+            }
+        }
+    }
+}
+
+/// The gate from the three sums of a (token, copy).
+fn gate(hh: f32, kk: f32, hwk: f32, dim: usize, eps: f32) -> f32 {
+    let n = dim as f32;
+    let rstd = (1.0 / (hh / n + eps).sqrt()) * (1.0 / (kk / n + eps).sqrt());
+    let dot = hwk * rstd * (dim as f64).powf(-0.5) as f32;
+    // Not `max`: it would turn a NaN into the floor and hide it.
+    let magnitude = if dot.abs() < DOT_FLOOR {
+        DOT_FLOOR
+    } else {
+        dot.abs()
+    };
+    1.0 / (1.0 + (-magnitude.sqrt().copysign(dot)).exp())
+}
+
+/// [`engram_gate_ref`] with f32 sums over eight fixed lanes: at most one bf16 ulp away, and the same
+/// bits for any number of tokens and threads.
+pub fn gate_into(
+    stream: &[bf16],
+    kv: &[bf16],
+    weight: &[f32],
+    image_mask: Option<&[u8]>,
+    params: GateParams,
+    out: &mut [bf16],
+) {
+    let GateParams { copies, dim, .. } = params;
+    let row = copies * dim;
+    let token = |t: usize, stream: &[bf16], out: &mut [bf16]| {
+        let kv = kv.get(t * (row + dim)..(t + 1) * (row + dim));
+        match kv.filter(|_| image_mask.is_none_or(|mask| mask[t] == 0)) {
+            Some(kv) => gate_token(stream, kv, weight, params, out),
+            None => out.copy_from_slice(stream),
+        }
+    };
+    if row == 0 {
+        return;
+    }
+    let per_token = stream.chunks_exact(row).zip(out.chunks_exact_mut(row));
+    if cpu::should_parallelise(stream.len() * 8) {
+        let per_token = stream
+            .par_chunks_exact(row)
+            .zip(out.par_chunks_exact_mut(row));
+        per_token
+            .enumerate()
+            .for_each(|(t, (stream, out))| token(t, stream, out));
+    } else {
+        per_token
+            .enumerate()
+            .for_each(|(t, (stream, out))| token(t, stream, out));
+    }
+}
+
+fn gate_token(stream: &[bf16], kv: &[bf16], weight: &[f32], params: GateParams, out: &mut [bf16]) {
+    let GateParams { copies, dim, eps } = params;
+    let (keys, value) = kv.split_at(copies * dim);
+    for c in 0..copies {
+        let span = c * dim..(c + 1) * dim;
+        let h = &stream[span.clone()];
+        let (hh, kk, hwk) = sums(h, &keys[span.clone()], &weight[span.clone()]);
+        let gate = gate(hh, kk, hwk, dim, eps);
+        for ((out, &h), &v) in out[span].iter_mut().zip(h).zip(value) {
+            *out = round(widen(h) + gate * widen(v));
+        }
+    }
+}
+
+#[inline]
+fn widen(v: bf16) -> f32 {
+    f32::from_bits(u32::from(v.to_bits()) << 16)
+}
+
+/// `(sum h^2, sum key^2, sum h * w * key)`, element `i` on lane `i % 8`.
+fn sums(h: &[bf16], key: &[bf16], weight: &[f32]) -> (f32, f32, f32) {
+    let (mut hh, mut kk, mut hwk) = ([0f32; LANES], [0f32; LANES], [0f32; LANES]);
+    let mut add = |h: &[bf16], key: &[bf16], weight: &[f32]| {
+        for (l, ((&h, &k), &w)) in h.iter().zip(key).zip(weight).enumerate() {
+            let (h, k) = (widen(h), widen(k));
+            hh[l] += h * h;
+            kk[l] += k * k;
+            hwk[l] += h * w * k;
+        }
+    };
+    let whole = h.len() / LANES * LANES;
+    let blocks = h.chunks_exact(LANES).zip(key.chunks_exact(LANES));
+    for ((h, key), weight) in blocks.zip(weight.chunks_exact(LANES)) {
+        add(h, key, weight);
+    }
+    add(&h[whole..], &key[whole..], &weight[whole..]);
+    (sum_lanes(hh), sum_lanes(kk), sum_lanes(hwk))
+}
+
+fn sum_lanes(l: [f32; LANES]) -> f32 {
+    ((l[0] + l[4]) + (l[2] + l[6])) + ((l[1] + l[5]) + (l[3] + l[7]))
+}
