@@ -1,5 +1,9 @@
 //! The reduction every matrix product of the workspace is defined by.
 
+use super::Isa;
+#[cfg(target_arch = "x86_64")]
+use super::avx2;
+
 /// Lanes of partial sums: element `k` is added to lane `k % LANES`.
 pub const LANES: usize = 8;
 
@@ -10,22 +14,35 @@ pub const LANES: usize = 8;
 /// those a separate multiply and add give the same bits.
 ///
 /// The shorter of the two slices decides the length.
+#[inline]
 pub fn dot(a: &[f32], b: &[f32]) -> f32 {
-    let mut lanes = [0f32; LANES];
-    let mut a8 = a.chunks_exact(LANES);
-    let mut b8 = b.chunks_exact(LANES);
-    for (a, b) in a8.by_ref().zip(b8.by_ref()) {
-        for l in 0..LANES {
-            lanes[l] = a[l].mul_add(b[l], lanes[l]);
-        }
+    dot_with(Isa::detect(), a, b)
+}
+
+/// [`dot`] by the kernels of one instruction set.
+#[inline]
+pub fn dot_with(isa: Isa, a: &[f32], b: &[f32]) -> f32 {
+    match isa {
+        Isa::Portable => dot_ref(a, b),
+        // SAFETY: the variant is made by `detect` only on processors that have the features.
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx2 => unsafe { avx2::dot(a, b) },
     }
-    for (l, (a, b)) in a8.remainder().iter().zip(b8.remainder()).enumerate() {
-        lanes[l] = a.mul_add(*b, lanes[l]);
+}
+
+/// The definition of [`dot`], in plain Rust.
+pub fn dot_ref(a: &[f32], b: &[f32]) -> f32 {
+    let mut lanes = [0f32; LANES];
+    for (a, b) in a.chunks(LANES).zip(b.chunks(LANES)) {
+        for (lane, (a, b)) in lanes.iter_mut().zip(a.iter().zip(b)) {
+            *lane = a.mul_add(*b, *lane);
+        }
     }
     sum_lanes(&lanes)
 }
 
 /// The fixed tree over the lanes.
-pub(crate) fn sum_lanes(l: &[f32; LANES]) -> f32 {
+#[inline(always)]
+pub fn sum_lanes(l: &[f32; LANES]) -> f32 {
     ((l[0] + l[4]) + (l[2] + l[6])) + ((l[1] + l[5]) + (l[3] + l[7]))
 }

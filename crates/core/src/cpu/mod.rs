@@ -3,12 +3,24 @@
 //! The one rule here: an output element is reduced over its own row's data in a fixed order, so that
 //! its bits do not depend on how many rows, columns or threads take part.
 
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+mod convert;
 mod dot;
+mod isa;
 mod matmul;
+mod rows;
+mod scratch;
 
 use candle_core::{CpuStorage, Layout, WithDType};
-pub use dot::{LANES, dot};
-pub use matmul::{Bf16Rows, F32Rows, WeightRows, matmul, matmul_bf16};
+pub use convert::{round_bf16, widen, widen_slice};
+pub use dot::{LANES, dot, dot_ref, dot_with, sum_lanes};
+pub use isa::Isa;
+pub use matmul::{
+    WeightRows, dot_rows_by_decoding, grouped_matmul_bf16, matmul, matmul_bf16, matmul_with,
+};
+pub use rows::{Bf16Rows, F32Rows};
+pub use scratch::with_scratch;
 
 /// Below this many floating-point operations waking other threads costs more than it saves.
 const PARALLEL_WORK: usize = 400_000;
@@ -31,6 +43,8 @@ pub fn contiguous<'a, T: WithDType>(
 ) -> candle_core::Result<&'a [T]> {
     let data = storage.as_slice::<T>()?;
     match layout.contiguous_offsets() {
+        // A view without elements may start past the end of its storage.
+        Some((start, end)) if start == end => Ok(&data[..0]),
         Some((start, end)) => Ok(&data[start..end]),
         None => Err(candle_core::Error::RequiresContiguous { op }.bt()),
     }

@@ -1,0 +1,36 @@
+//! Which instructions the fast paths may use.
+
+/// An instruction set that has its own kernels. All give the same bits; only the time differs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Isa {
+    /// Plain Rust with fused multiply-adds.
+    Portable,
+    /// x86-64 with AVX2, FMA and F16C.
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+}
+
+impl Isa {
+    /// The best one this processor has. The answer is cached by the standard library.
+    #[inline]
+    pub fn detect() -> Self {
+        #[cfg(target_arch = "x86_64")]
+        if is_x86_feature_detected!("avx2")
+            && is_x86_feature_detected!("fma")
+            && is_x86_feature_detected!("f16c")
+        {
+            return Self::Avx2;
+        }
+        Self::Portable
+    }
+
+    /// Every one this processor has, for tests that compare them.
+    pub fn available() -> Vec<Self> {
+        let mut all = vec![Self::Portable];
+        if Self::detect() != Self::Portable {
+            all.push(Self::detect());
+        }
+        all
+    }
+}

@@ -1,0 +1,119 @@
+//! Weights that are stored as plain numbers.
+
+use bytes::Bytes;
+
+#[cfg(target_arch = "x86_64")]
+use super::avx2;
+use super::{Isa, WeightRows, dot_rows_by_decoding};
+
+/// bf16 weights as stored: little-endian, row-major `[rows, cols]`.
+#[derive(Debug, Clone)]
+pub struct Bf16Rows {
+    bytes: Bytes,
+    rows: usize,
+    cols: usize,
+}
+
+/// f32 weights as stored: little-endian, row-major `[rows, cols]`.
+#[derive(Debug, Clone)]
+pub struct F32Rows {
+    bytes: Bytes,
+    rows: usize,
+    cols: usize,
+}
+
+impl Bf16Rows {
+    /// `None` when the byte length is not `rows * cols * 2`.
+    pub fn new(bytes: Bytes, rows: usize, cols: usize) -> Option<Self> {
+        (rows.checked_mul(cols)?.checked_mul(2)? == bytes.len()).then_some(Self {
+            bytes,
+            rows,
+            cols,
+        })
+    }
+
+    /// The stored bytes.
+    pub fn bytes(&self) -> &Bytes {
+        &self.bytes
+    }
+}
+
+impl F32Rows {
+    /// `None` when the byte length is not `rows * cols * 4`.
+    pub fn new(bytes: Bytes, rows: usize, cols: usize) -> Option<Self> {
+        (rows.checked_mul(cols)?.checked_mul(4)? == bytes.len()).then_some(Self {
+            bytes,
+            rows,
+            cols,
+        })
+    }
+
+    /// The stored bytes.
+    pub fn bytes(&self) -> &Bytes {
+        &self.bytes
+    }
+}
+
+impl WeightRows for Bf16Rows {
+    fn rows(&self) -> usize {
+        self.rows
+    }
+
+    fn cols(&self) -> usize {
+        self.cols
+    }
+
+    fn decode(&self, row: usize, k0: usize, out: &mut [f32]) {
+        let start = (row * self.cols + k0) * 2;
+        let bytes = &self.bytes[start..start + out.len() * 2];
+        for (o, b) in out.iter_mut().zip(bytes.chunks_exact(2)) {
+            *o = f32::from_bits(u32::from(u16::from_le_bytes([b[0], b[1]])) << 16);
+        }
+    }
+
+    fn dot_rows(&self, isa: Isa, row0: usize, x: &[f32], out: &mut [f32]) {
+        match isa {
+            Isa::Portable => dot_rows_by_decoding(self, isa, row0, x, out),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => {
+                assert_eq!(x.len(), self.cols);
+                let bytes = &self.bytes[2 * row0 * self.cols..][..2 * out.len() * self.cols];
+                // SAFETY: the slice holds `out.len()` rows of `x.len()` bf16; `Avx2` is only made
+                // where the processor has it.
+                unsafe { avx2::dot_rows_bf16(bytes.as_ptr(), x, out) };
+            }
+        }
+    }
+}
+
+impl WeightRows for F32Rows {
+    fn rows(&self) -> usize {
+        self.rows
+    }
+
+    fn cols(&self) -> usize {
+        self.cols
+    }
+
+    fn decode(&self, row: usize, k0: usize, out: &mut [f32]) {
+        let start = (row * self.cols + k0) * 4;
+        let bytes = &self.bytes[start..start + out.len() * 4];
+        for (o, b) in out.iter_mut().zip(bytes.chunks_exact(4)) {
+            *o = f32::from_le_bytes([b[0], b[1], b[2], b[3]]);
+        }
+    }
+
+    fn dot_rows(&self, isa: Isa, row0: usize, x: &[f32], out: &mut [f32]) {
+        match isa {
+            Isa::Portable => dot_rows_by_decoding(self, isa, row0, x, out),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => {
+                assert_eq!(x.len(), self.cols);
+                let bytes = &self.bytes[4 * row0 * self.cols..][..4 * out.len() * self.cols];
+                // SAFETY: the slice holds `out.len()` rows of `x.len()` f32; `Avx2` is only made
+                // where the processor has it.
+                unsafe { avx2::dot_rows_f32(bytes.as_ptr(), x, out) };
+            }
+        }
+    }
+}

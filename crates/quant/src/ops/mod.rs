@@ -1,0 +1,54 @@
+//! Quantisers and products. Each file holds the maths, the checked public function over tensors, its
+//! candle op and a plain `_ref`.
+
+pub mod act_quant;
+pub mod dequant;
+pub mod fake_quant;
+pub mod fp4_act_quant;
+pub mod fp4_gemm;
+pub mod fp8_gemm;
+
+use candle_core::{CpuStorage, D, DType, Layout, Tensor};
+use deepseek_v41_core::{Error, Result, cpu};
+use half::bf16;
+
+/// Elements of a bf16 tensor whose last dimension divides into groups; `[.., D]` → D.
+fn check_groups(op: &'static str, xs: &Tensor, group: usize) -> Result<usize> {
+    if xs.dtype() != DType::BF16 {
+        return Err(Error::shape(
+            op,
+            format!("expected bf16, found {:?}", xs.dtype()),
+        ));
+    }
+    let d = xs.dim(D::Minus1)?;
+    if group == 0 || !d.is_multiple_of(group) {
+        return Err(Error::shape(
+            op,
+            format!("last dimension {d} is not a multiple of {group}"),
+        ));
+    }
+    Ok(d)
+}
+
+fn bf16_slice<'a>(
+    s: &'a CpuStorage,
+    l: &Layout,
+    op: &'static str,
+) -> candle_core::Result<&'a [bf16]> {
+    cpu::contiguous::<bf16>(s, l, op)
+}
+
+/// Largest magnitude of a group, NaN if it holds a NaN or an infinity.
+///
+/// The reference has no answer for such input (its scale rule wraps around to `-0`). Here the whole
+/// group becomes NaN, so that a broken activation cannot come back as a plausible number.
+#[inline(always)]
+fn group_amax(xs: &[bf16]) -> f32 {
+    // Magnitudes order like their bit patterns, and NaN and infinity lie above all finite ones.
+    let top = xs.iter().fold(0u16, |top, x| top.max(x.to_bits() & 0x7fff));
+    if top >= 0x7f80 {
+        f32::NAN
+    } else {
+        f32::from_bits(u32::from(top) << 16)
+    }
+}

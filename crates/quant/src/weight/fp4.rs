@@ -1,0 +1,82 @@
+//! Packed e2m1 weights with one e8m0 scale per row and 32 columns.
+
+use bytes::Bytes;
+use deepseek_v41_core::{Error, Result, cpu::WeightRows};
+
+use crate::formats::{e2m1, e8m0};
+
+/// Columns that share a weight scale.
+pub const FP4_GROUP: usize = 32;
+
+/// `[rows, cols/2]` bytes of two e2m1 codes (even column in the low nibble) and `[rows, cols/32]`
+/// e8m0 bytes. Unlike fp8 tiles, a scale belongs to one row.
+///
+/// The bytes are those of the file and are shared, not copied. The value of an element is
+/// `e2m1(code) * 2^(byte - 127)` in f32: exact, infinite where it passes f32's range (byte 254 with
+/// magnitudes of 2 and more), NaN where the byte is 255, zero codes included.
+#[derive(Debug, Clone)]
+pub struct Fp4Weight {
+    pub(crate) packed: Bytes,
+    pub(crate) scales: Bytes,
+    rows: usize,
+    cols: usize,
+}
+
+impl Fp4Weight {
+    /// Joins codes and scales; `cols` counts elements, not bytes.
+    ///
+    /// # Errors
+    /// `cols` is not a multiple of 32, or a length does not fit.
+    pub fn new(packed: Bytes, scales: Bytes, rows: usize, cols: usize) -> Result<Self> {
+        let fits = cols.is_multiple_of(FP4_GROUP)
+            && rows.checked_mul(cols / 2) == Some(packed.len())
+            && rows * (cols / FP4_GROUP) == scales.len();
+        if !fits {
+            return Err(Error::shape(
+                "fp4 weight",
+                format!(
+                    "[{rows}, {cols}]: {} bytes of codes and {} scales do not fit",
+                    packed.len(),
+                    scales.len()
+                ),
+            ));
+        }
+        Ok(Self {
+            packed,
+            scales,
+            rows,
+            cols,
+        })
+    }
+
+    /// Bytes of codes and scales.
+    pub fn byte_len(&self) -> usize {
+        self.packed.len() + self.scales.len()
+    }
+
+    /// The e8m0 bytes of `row`, one per 32 columns.
+    pub(crate) fn row_scales(&self, row: usize) -> &[u8] {
+        let per_row = self.cols / FP4_GROUP;
+        &self.scales[row * per_row..][..per_row]
+    }
+}
+
+impl WeightRows for Fp4Weight {
+    fn rows(&self) -> usize {
+        self.rows
+    }
+
+    fn cols(&self) -> usize {
+        self.cols
+    }
+
+    fn decode(&self, row: usize, k0: usize, out: &mut [f32]) {
+        let packed = &self.packed[row * (self.cols / 2)..][..self.cols / 2];
+        let scales = self.row_scales(row);
+        for (i, out) in out.iter_mut().enumerate() {
+            let k = k0 + i;
+            let code = packed[k / 2] >> (k % 2 * 4);
+            *out = e2m1::decode(code) * e8m0::decode(scales[k / FP4_GROUP]);
+        }
+    }
+}
