@@ -1,0 +1,329 @@
+//! Full bidirectional attention of one image.
+//!
+//! Per head and query:
+//!
+//! ```text
+//! s[j] = (q . k[j]) * head_dim^-0.5         products in one chain, ascending over the head
+//! p[j] = exp(s[j] - max s)                  f32
+//! out  = bf16(sum_j p[j] * v[j] / sum_j p[j])
+//! ```
+//!
+//! Scores exist for a tile of queries only, so memory grows with the number of patches and not with
+//! its square. A query's result depends on its own scores alone: tiles and threads do not show.
+
+mod tile;
+
+use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Tensor};
+use deepseek_v41_core::{Error, Result, cpu};
+use half::bf16;
+use rayon::prelude::*;
+
+use self::tile::{ROWS, WIDTH};
+use super::{cpu_bf16, exp::exp};
+use crate::simd::Isa;
+
+/// `qkv: [n, 3, H, hd]` bf16, queries, keys and values after rotation → `[n, H * hd]`.
+///
+/// # Errors
+/// Another dtype or shape.
+///
+/// Reference: `SelfAttention.forward`.
+pub fn full_attention(qkv: &Tensor) -> Result<Tensor> {
+    let qkv = cpu_bf16(qkv, "full_attention")?;
+    if !matches!(*qkv.dims(), [_, 3, h, hd] if h > 0 && hd > 0) {
+        return Err(Error::shape(
+            "full_attention",
+            format!("expected [n, 3, H, hd], found {:?}", qkv.shape()),
+        ));
+    }
+    Ok(qkv.apply_op1_no_bwd(&FullAttention)?)
+}
+
+/// One head as straight loops with sums in f64: `q, k, v: [n, hd]` f32 → `out: [n, hd]`.
+pub fn full_attention_ref(q: &[f32], k: &[f32], v: &[f32], hd: usize, out: &mut [f32]) {
+    let scale = (hd as f64).sqrt().recip();
+    let wide = |a: &f32, b: &f32| f64::from(*a) * f64::from(*b);
+    for (q, out) in q.chunks_exact(hd).zip(out.chunks_exact_mut(hd)) {
+        let scores: Vec<f64> = k
+            .chunks_exact(hd)
+            .map(|k| q.iter().zip(k).map(|(a, b)| wide(a, b)).sum::<f64>() * scale)
+            .collect();
+        let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let p: Vec<f64> = scores.iter().map(|s| (s - max).exp()).collect();
+        let sum: f64 = p.iter().sum();
+        for (i, o) in out.iter_mut().enumerate() {
+            let terms = p.iter().enumerate().map(|(j, p)| p * f64::from(v[j * hd + i]));
+            *o = (terms.sum::<f64>() / sum) as f32;
+        }
+    }
+}
+
+/// Keys (or values) of a panel; the panel's rows of values stay in the first-level cache.
+const KEYS: usize = WIDTH;
+/// Scores a tile of queries may take: about half of a core's second-level cache.
+const TILE_SCORES: usize = 1 << 18;
+/// Most groups of [`ROWS`] queries in a tile.
+const MAX_GROUPS: usize = 8;
+
+/// Keys and values of one head, widened and laid out in panels.
+struct Head {
+    /// `[ceil(n / KEYS), hd, KEYS]`: keys transposed, zeros past the last.
+    keys: Vec<[f32; KEYS]>,
+    /// `[ceil(hd / WIDTH), n, WIDTH]`: zeros past the head's width.
+    values: Vec<[f32; WIDTH]>,
+    n: usize,
+    hd: usize,
+}
+
+/// Where one head of a patch lies in `qkv: [n, 3, H, hd]`.
+#[derive(Clone, Copy)]
+struct HeadAt {
+    heads: usize,
+    head: usize,
+    hd: usize,
+}
+
+impl HeadAt {
+    /// `part`: 0 query, 1 key, 2 value.
+    fn get<'a>(&self, qkv: &'a [bf16], patch: usize, part: usize) -> &'a [bf16] {
+        let start = ((patch * 3 + part) * self.heads + self.head) * self.hd;
+        &qkv[start..start + self.hd]
+    }
+}
+
+impl Head {
+    fn new(qkv: &[bf16], n: usize, at: HeadAt) -> Self {
+        let hd = at.hd;
+        let mut keys = vec![[0f32; KEYS]; n.div_ceil(KEYS) * hd];
+        keys.par_chunks_mut(hd).enumerate().for_each(|(panel, keys)| {
+            for (c, j) in (panel * KEYS..n.min((panel + 1) * KEYS)).enumerate() {
+                for (row, v) in keys.iter_mut().zip(at.get(qkv, j, 1)) {
+                    row[c] = v.to_f32();
+                }
+            }
+        });
+        let mut values = vec![[0f32; WIDTH]; hd.div_ceil(WIDTH) * n];
+        values.par_chunks_mut(n).enumerate().for_each(|(panel, values)| {
+            for (j, row) in values.iter_mut().enumerate() {
+                let part = &at.get(qkv, j, 2)[panel * WIDTH..];
+                for (o, v) in row.iter_mut().zip(part) {
+                    *o = v.to_f32();
+                }
+            }
+        });
+        Self { keys, values, n, hd }
+    }
+
+    /// Attends for `out.len()` queries from `first` on; `out[i]: [hd]` is patch `first + i`'s.
+    fn attend(
+        &self,
+        qkv: &[bf16],
+        at: HeadAt,
+        first: usize,
+        out: &mut [&mut [bf16]],
+        isa: Isa,
+    ) {
+        let (n, hd, m) = (self.n, self.hd, out.len());
+        let q: Vec<f32> =
+            (first..first + m).flat_map(|i| at.get(qkv, i, 0)).map(|v| v.to_f32()).collect();
+        let padded = n.div_ceil(KEYS) * KEYS;
+        let mut p = vec![0f32; m * padded];
+        for (panel, keys) in self.keys.chunks_exact(hd).enumerate() {
+            for (q, p) in q.chunks(ROWS * hd).zip(p.chunks_mut(ROWS * padded)) {
+                let rows = q.len() / hd;
+                let mut sums = [[0f32; WIDTH]; ROWS];
+                tile::accumulate(isa, q, hd, keys, &mut sums[..rows]);
+                for (p, sums) in p.chunks_exact_mut(padded).zip(&sums) {
+                    p[panel * KEYS..(panel + 1) * KEYS].copy_from_slice(sums);
+                }
+            }
+        }
+        let scale = (hd as f64).sqrt().recip() as f32;
+        let totals: Vec<f32> = p
+            .chunks_exact_mut(padded)
+            .map(|p| {
+                let mut total = 0.0;
+                softmax(&mut p[..n], scale, &mut total);
+                total
+            })
+            .collect();
+        let groups = m.div_ceil(ROWS);
+        let mut acc = vec![[[0f32; WIDTH]; ROWS]; groups];
+        for (panel, values) in self.values.chunks_exact(n).enumerate() {
+            acc.fill([[0.0; WIDTH]; ROWS]);
+            // Blocks of values outermost: a block serves every group while it is in the cache.
+            for (block, values) in values.chunks(KEYS).enumerate() {
+                for (p, acc) in p.chunks(ROWS * padded).zip(&mut acc) {
+                    let rows = p.len() / padded;
+                    tile::accumulate(isa, &p[block * KEYS..], padded, values, &mut acc[..rows]);
+                }
+            }
+            let rows = acc.iter().flatten().zip(out.iter_mut()).zip(&totals);
+            for ((acc, out), total) in rows {
+                for (o, v) in out[panel * WIDTH..].iter_mut().zip(acc) {
+                    *o = bf16::from_f32(v / total);
+                }
+            }
+        }
+    }
+}
+
+/// `p = exp(p * scale - max)` in place; the sum goes to `total`.
+fn softmax(p: &mut [f32], scale: f32, total: &mut f32) {
+    simd_dispatch!(softmax_body(p: &mut [f32], scale: f32, total: &mut f32))
+}
+
+#[inline(always)]
+fn softmax_body(p: &mut [f32], scale: f32, total: &mut f32) {
+    /// Independent maxima and sums, so that the loops are vector code: element `j` belongs to lane
+    /// `j % LANES`, and the lanes are added pairwise.
+    const LANES: usize = 16;
+    let mut max = [f32::NEG_INFINITY; LANES];
+    for p in p.chunks_mut(LANES) {
+        for (p, max) in p.iter_mut().zip(&mut max) {
+            *p *= scale;
+            // Not f32::max: a NaN must not get lost.
+            *max = if *p > *max || p.is_nan() { *p } else { *max };
+        }
+    }
+    let max = max.iter().fold(f32::NEG_INFINITY, |a, b| if *b > a || b.is_nan() { *b } else { a });
+    let mut sums = [0f32; LANES];
+    for p in p.chunks_mut(LANES) {
+        for (p, sum) in p.iter_mut().zip(&mut sums) {
+            *p = exp(*p - max);
+            *sum += *p;
+        }
+    }
+    let mut width = LANES / 2;
+    while width > 0 {
+        for l in 0..width {
+            sums[l] += sums[l + width];
+        }
+        width /= 2;
+    }
+    *total = sums[0];
+}
+
+struct FullAttention;
+
+impl CustomOp1 for FullAttention {
+    fn name(&self) -> &'static str {
+        "full_attention"
+    }
+
+    fn cpu_fwd(&self, s: &CpuStorage, l: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
+        let qkv = cpu::contiguous::<bf16>(s, l, "full_attention")?;
+        let (n, _, heads, hd) = l.shape().dims4()?;
+        let mut out = vec![bf16::ZERO; n * heads * hd];
+        attend_all(qkv, n, heads, hd, &mut out, Isa::detect());
+        Ok((CpuStorage::BF16(out), Shape::from((n, heads * hd))))
+    }
+}
+
+/// Heads one after the other, so that only one is held widened; tiles of queries over the threads.
+fn attend_all(qkv: &[bf16], n: usize, heads: usize, hd: usize, out: &mut [bf16], isa: Isa) {
+    if n == 0 {
+        return;
+    }
+    let groups = (TILE_SCORES / (n.next_multiple_of(KEYS) * ROWS)).clamp(1, MAX_GROUPS);
+    let tile = groups * ROWS;
+    for head in 0..heads {
+        let at = HeadAt { heads, head, hd };
+        let kv = Head::new(qkv, n, at);
+        let run = |(t, out): (usize, &mut [bf16])| {
+            let mut rows: Vec<&mut [bf16]> = out
+                .chunks_exact_mut(heads * hd)
+                .map(|row| &mut row[head * hd..(head + 1) * hd])
+                .collect();
+            kv.attend(qkv, at, t * tile, &mut rows, isa);
+        };
+        let band = tile * heads * hd;
+        if cpu::should_parallelise(4 * n * n * hd) {
+            out.par_chunks_mut(band).enumerate().for_each(run);
+        } else {
+            out.chunks_mut(band).enumerate().for_each(run);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use deepseek_v41_testing::{assert_bits_eq, random_bf16, with_threads};
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn check(n: usize, heads: usize, hd: usize) {
+        let qkv = random_bf16(n * 3 * heads * hd, 1.0, (n * 100 + heads * 10 + hd) as u64);
+        let mut first: Option<Vec<bf16>> = None;
+        for isa in Isa::available() {
+            for threads in [1, 3] {
+                let mut out = vec![bf16::NAN; n * heads * hd];
+                with_threads(threads, || attend_all(&qkv, n, heads, hd, &mut out, isa));
+                match &first {
+                    Some(first) => assert_bits_eq(&out, first),
+                    None => first = Some(out),
+                }
+            }
+        }
+        let out = first.unwrap();
+        for head in 0..heads {
+            let at = HeadAt { heads, head, hd };
+            let part = |part: usize| -> Vec<f32> {
+                (0..n).flat_map(|i| at.get(&qkv, i, part)).map(|v| v.to_f32()).collect()
+            };
+            let mut expected = vec![0f32; n * hd];
+            full_attention_ref(&part(0), &part(1), &part(2), hd, &mut expected);
+            for (i, e) in expected.iter().enumerate() {
+                let o = out[(i / hd) * heads * hd + head * hd + i % hd].to_f32();
+                // One bf16 rounding of a value of order one.
+                assert!((o - e).abs() <= e.abs() / 256.0 + 1e-5, "{o} vs {e}");
+            }
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(32))]
+        #[test]
+        fn same_bits_everywhere_and_close_to_the_reference(
+            n in 1usize..150, heads in 1usize..6, quarter in 1usize..25,
+        ) {
+            check(n, heads, quarter * 4);
+        }
+    }
+
+    #[test]
+    fn several_tiles() {
+        check(TILE_SCORES / ROWS / 64 + 70, 1, 64);
+    }
+
+    /// A query's result does not depend on the queries beside it.
+    #[test]
+    fn one_patch_attends_to_itself() {
+        let qkv = random_bf16(3 * 2 * 8, 1.0, 3);
+        let mut out = vec![bf16::ZERO; 16];
+        attend_all(&qkv, 1, 2, 8, &mut out, Isa::detect());
+        assert_bits_eq(&out, &qkv[32..]);
+    }
+
+    #[test]
+    fn huge_scores_stay_finite() {
+        let mut qkv = random_bf16(5 * 3 * 8, 1.0, 4);
+        for patch in qkv.chunks_exact_mut(24) {
+            patch[..16].iter_mut().for_each(|v| *v = bf16::from_f32(v.to_f32() * 1e15));
+        }
+        let mut out = vec![bf16::NAN; 5 * 8];
+        attend_all(&qkv, 5, 1, 8, &mut out, Isa::detect());
+        assert!(out.iter().all(|v| v.to_f32().is_finite()));
+    }
+
+    #[test]
+    fn a_nan_reaches_the_output() {
+        let mut qkv = random_bf16(5 * 3 * 8, 1.0, 4);
+        qkv[0] = bf16::NAN;
+        let mut out = vec![bf16::ZERO; 5 * 8];
+        attend_all(&qkv, 5, 1, 8, &mut out, Isa::detect());
+        assert!(out[..8].iter().all(|v| v.is_nan()));
+        assert!(out[8..].iter().all(|v| !v.is_nan()));
+    }
+}
