@@ -1,1 +1,27 @@
-//! Sliding-window plus compressed sparse attention of DeepSeek-V4.1.
+#![doc = include_str!("../README.md")]
+
+mod attention;
+mod cache;
+mod compressor;
+mod config;
+mod index_keys;
+mod indexer;
+pub mod ops;
+pub mod plan;
+mod pool;
+mod projections;
+mod rows;
+mod runtime;
+mod slots;
+
+pub use attention::{Attention, LayerCache};
+pub use cache::{CompressedCache, SlotRows, WindowCache};
+pub use compressor::Compressor;
+pub use config::{AttentionConfig, CandidateRole, IndexConfig, IndexRole, LayerRole};
+pub use index_keys::{IndexKeySource, last_published};
+pub use indexer::Indexer;
+pub use plan::{AttnPlan, ChunkSpec, CompressPlan, WindowPlan};
+pub use pool::{KvFormat, KvPool};
+pub use rows::{RowQuant, finish_rows, finish_rows_unfused};
+pub use runtime::{RopeTables, SharedAttentionRuntime};
+pub use slots::{CacheGeometry, SlotMap};

@@ -1,0 +1,174 @@
+//! One attention layer.
+
+use std::sync::Arc;
+
+use candle_core::{DType, Tensor};
+use deepseek_v41_core::{Comm, Error, Result, VarBuilder};
+
+use crate::cache::{CompressedCache, WindowCache};
+use crate::compressor::Compressor;
+use crate::config::{AttentionConfig, IndexRole, LayerRole};
+use crate::index_keys::IndexKeySource;
+use crate::indexer::Indexer;
+use crate::ops::{KvScope, sparse_attn};
+use crate::plan::AttnPlan;
+use crate::projections::Projections;
+use crate::rows::{RowQuant, finish_rows};
+use crate::runtime::{RopeTables, SharedAttentionRuntime};
+
+/// The caches that one layer writes and reads in one step.
+///
+/// A model keeps its compressed caches in one list and lends a layer its own mutably
+/// (`slice::get_disjoint_mut` splits the list) and others shared.
+#[derive(Debug)]
+pub struct LayerCache<'a> {
+    /// This layer's window rings.
+    pub window: &'a mut WindowCache,
+    /// The compressed cache this layer owns, if it compresses its own KV.
+    pub source: Option<&'a mut CompressedCache>,
+    /// The compressed cache this layer reads, if it does not own one.
+    pub kv: Option<&'a CompressedCache>,
+    /// Whose index keys its indexer scores.
+    pub index_k: IndexKeySource<'a>,
+}
+
+/// Latent attention over a sliding window and, in most layers, selected compressed rows.
+///
+/// K and V of a position are one row shared by all heads. Queries and the output go through
+/// low-rank projections, the output's grouped by heads.
+#[derive(Debug)]
+pub struct Attention {
+    cfg: AttentionConfig,
+    core: Projections,
+    compressor: Option<Compressor>,
+    indexer: Option<Indexer>,
+}
+
+impl Attention {
+    /// Reads `wq_a`, `q_norm`, `wq_b`, `wkv`, `kv_norm`, `attn_sink`, `wo_a`, `wo_b` under `vb` and, as
+    /// the role asks, `compressor.*` and `indexer.*`.
+    ///
+    /// Heads and output groups are split over the ranks of `comm`; everything else, caches included,
+    /// is the same on every rank.
+    ///
+    /// # Errors
+    /// A configuration that does not validate, or a weight that is missing or does not fit it.
+    pub fn new(cfg: &AttentionConfig, comm: Arc<dyn Comm>, vb: VarBuilder) -> Result<Self> {
+        cfg.validate()?;
+        let compressor = match cfg.role {
+            LayerRole::Compressed { ratio, owns_kv: true, .. } => {
+                Some(Compressor::new(cfg, ratio, vb.pp("compressor"))?)
+            }
+            _ => None,
+        };
+        let indexer = match cfg.role.indexer() {
+            Some(candidates) => Some(Indexer::new(cfg, candidates, vb.pp("indexer"))?),
+            None => None,
+        };
+        Ok(Self { core: Projections::new(cfg, comm, vb)?, cfg: cfg.clone(), compressor, indexer })
+    }
+
+    /// What this layer attends to.
+    pub fn role(&self) -> LayerRole {
+        self.cfg.role
+    }
+
+    /// `xs: [T, dim]` bf16, the tokens of `plan` → `[T, dim]` bf16. Writes this step's rows into
+    /// `cache`, publishes this layer's selection in `shared` or reads an earlier layer's from it.
+    ///
+    /// Any chunk at any position takes the same path, and a chunk of several tokens gives the bits of
+    /// as many steps of one. A plan without tokens returns an empty tensor and touches nothing.
+    ///
+    /// # Errors
+    /// [`Error::MissingSource`] for a cache or selection that this layer needs and was not given;
+    /// shapes or a plan that do not fit.
+    ///
+    /// Reference: `Attention.forward`.
+    pub fn forward(
+        &self,
+        xs: &Tensor,
+        plan: &AttnPlan,
+        ropes: &RopeTables,
+        cache: LayerCache<'_>,
+        shared: &mut SharedAttentionRuntime,
+    ) -> Result<Tensor> {
+        check_input(xs, plan.tokens, self.cfg.dim)?;
+        if plan.tokens == 0 {
+            return Ok(xs.clone());
+        }
+        let table = match self.cfg.role {
+            LayerRole::Window => &ropes.window,
+            LayerRole::Compressed { .. } => &ropes.compressed,
+        };
+        let (qr, q) = self.core.queries(xs, table)?;
+        let kv = self.core.kv_rows(xs, table)?;
+        let LayerCache { window, source, kv: lent, index_k } = cache;
+        let far = match self.cfg.role {
+            LayerRole::Window => None,
+            LayerRole::Compressed { ratio, index, .. } => {
+                let plan = plan.compress(ratio)?;
+                let mut own = self.own_source(source)?;
+                let latent = match (&self.compressor, own.as_deref_mut()) {
+                    (Some(compressor), Some(own)) => compressor.forward(xs, plan, own)?,
+                    _ => None,
+                };
+                // Keys come from the unrotated latent, and before the scores: a token sees the group
+                // it completes.
+                if let (Some(indexer), Some(own), Some(latent)) =
+                    (&self.indexer, own.as_deref_mut(), &latent)
+                    && let Some(keys) = indexer.keys(latent, ropes.groups(ratio)?)?
+                {
+                    own.write_index_k(&keys, plan)?;
+                }
+                if let (Some(own), Some(latent)) = (own.as_deref_mut(), &latent) {
+                    let groups = ropes.groups(ratio)?;
+                    own.write_kv(&finish_rows(latent, None, groups, RowQuant::Compressed)?, plan)?;
+                }
+                let far: &CompressedCache = match own {
+                    Some(own) => own,
+                    None => lent.ok_or(Error::MissingSource { what: "a compressed cache" })?,
+                };
+                if let (IndexRole::Run(_), Some(indexer)) = (index, &self.indexer) {
+                    indexer.select(xs, &qr, table, plan, far, index_k, shared)?;
+                }
+                Some((far, &shared.topk()?.0))
+            }
+        };
+        let mut scopes = Vec::with_capacity(3);
+        scopes.push(KvScope { kv: window.kv().tensor(), idxs: &plan.window.ring_idxs });
+        scopes.push(KvScope { kv: &kv, idxs: &plan.window.present_idxs });
+        if let Some((far, idxs)) = far {
+            scopes.push(KvScope { kv: far.kv().tensor(), idxs });
+        }
+        let o = sparse_attn(&q, &scopes, &self.core.attn_sink, self.core.scale)?;
+        // After attention: a chunk's own rows may push out rows that its first tokens still see.
+        window.write(&kv, &plan.window)?;
+        self.core.output(&o, table)
+    }
+
+    /// The layer's own cache, which must be there exactly if it compresses its own KV.
+    fn own_source<'a>(
+        &self,
+        source: Option<&'a mut CompressedCache>,
+    ) -> Result<Option<&'a mut CompressedCache>> {
+        match (&self.compressor, source) {
+            (None, _) => Ok(None),
+            (Some(_), Some(own)) if Some(own.ratio()) == self.cfg.role.ratio() => Ok(Some(own)),
+            (Some(_), Some(own)) => Err(Error::shape(
+                "attention",
+                format!("a cache of ratio {} for {:?}", own.ratio(), self.cfg.role),
+            )),
+            (Some(_), None) => Err(Error::MissingSource { what: "a layer's own compressed cache" }),
+        }
+    }
+}
+
+pub(crate) fn check_input(xs: &Tensor, tokens: usize, dim: usize) -> Result<()> {
+    if xs.dims() == [tokens, dim] && xs.dtype() == DType::BF16 {
+        return Ok(());
+    }
+    Err(Error::shape(
+        "attention",
+        format!("expected [{tokens}, {dim}] bf16, found {:?} {:?}", xs.shape(), xs.dtype()),
+    ))
+}

@@ -1,0 +1,325 @@
+//! Every index one step needs, computed once on the host and shared by all layers.
+//!
+//! A step is a list of chunks, one for each sequence that takes part: tokens `start .. start + len` of
+//! the sequence in slot `slot`, all chunks laid end to end in the flat `[T, ..]` activations. A
+//! prefill is a chunk with an empty past, a decode step a chunk of one; there is no other case.
+
+use std::ops::Range;
+
+use candle_core::{Device, Tensor};
+use deepseek_v41_core::{Error, Result};
+
+use crate::ops::IndexSpan;
+use crate::slots::{CacheGeometry, SlotMap};
+
+/// The tokens of one sequence that take part in a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ChunkSpec {
+    /// The sequence's slot in every pool.
+    pub slot: u32,
+    /// Position of the first token: how many tokens of the sequence are already in the caches.
+    pub start: u32,
+    /// Number of tokens; 0 is allowed and changes nothing.
+    pub len: u32,
+}
+
+impl ChunkSpec {
+    /// Positions of the chunk's tokens.
+    pub fn positions(&self) -> Range<u32> {
+        self.start..self.start + self.len
+    }
+}
+
+/// Positions a query at `pos` sees in its window: the last `min(window, pos + 1)`, itself included.
+pub fn window_positions(pos: u32, window: u32) -> Range<u32> {
+    (pos + 1).saturating_sub(window)..pos + 1
+}
+
+/// Positions of a chunk that stay in a ring of `capacity` rows: the last `min(len, capacity)`.
+///
+/// Earlier ones would be overwritten by the same write, in an order nobody promises.
+pub fn kept_positions(chunk: &ChunkSpec, capacity: u32) -> Range<u32> {
+    chunk.start + chunk.len.saturating_sub(capacity)..chunk.start + chunk.len
+}
+
+/// Compressed rows that the chunk completes: row `j` stands for tokens `j*ratio .. (j+1)*ratio`.
+///
+/// A group may begin in tokens of earlier chunks.
+pub fn finished_groups(chunk: &ChunkSpec, ratio: u32) -> Range<u32> {
+    chunk.start / ratio..(chunk.start + chunk.len) / ratio
+}
+
+/// Compressed rows a query at `pos` may see: a row becomes visible with the last of its tokens.
+///
+/// Reference: `Indexer.forward`, `compress_lens`.
+pub fn visible_rows(pos: u32, ratio: u32) -> u32 {
+    (pos + 1) / ratio
+}
+
+/// Where a token's `[kv, score]` entry lies when its group is pooled.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum GroupRow {
+    /// A row of this step's `[T, ..]` tensors.
+    Chunk(u32),
+    /// A row of the pool of open-group entries, written in an earlier step.
+    Pending(u32),
+}
+
+impl GroupRow {
+    /// As `ops::compress` reads it: chunk rows from 0 up, pending row `p` as `-1 - p`.
+    pub fn encode(self) -> i64 {
+        match self {
+            Self::Chunk(row) => i64::from(row),
+            Self::Pending(row) => -1 - i64::from(row),
+        }
+    }
+}
+
+/// Window indices of a step. The same for every layer.
+#[derive(Debug, Clone)]
+pub struct WindowPlan {
+    /// `[T, n]` i32 rows of the ring that a token sees: positions before its chunk, ascending, `-1`
+    /// after them. `n` is 0 where no token has a past.
+    pub ring_idxs: Tensor,
+    /// `[T, m]` i32 rows of this step's KV that a token sees: its own and earlier ones of its chunk,
+    /// ascending, `-1` after them.
+    pub present_idxs: Tensor,
+    /// `[T]` i32 ring row each token's KV goes to, `-1` for tokens a long chunk itself pushes out.
+    pub ring_slots: Tensor,
+}
+
+/// Compression indices of a step at one ratio.
+#[derive(Debug, Clone)]
+pub struct CompressPlan {
+    /// Tokens a compressed row stands for.
+    pub ratio: usize,
+    /// `[G * ratio]` sources, group by group, of the groups completed in this step; see
+    /// [`GroupRow::encode`].
+    pub group_src: Vec<i64>,
+    /// Position of each group's first token, `j * ratio`.
+    pub group_pos: Vec<u32>,
+    /// `[G]` i32 row of the compressed pool that each group's result goes to.
+    pub group_slots: Tensor,
+    /// `[T]` i32 row of the pool of open-group entries for each token, `-1` for those a long chunk
+    /// itself pushes out.
+    pub pending_slots: Tensor,
+    /// For each token the compressed rows it may see.
+    pub spans: Vec<IndexSpan>,
+    /// The largest `visible` of all tokens.
+    pub max_visible: u32,
+}
+
+/// Every index of one step.
+#[derive(Debug, Clone)]
+pub struct AttnPlan {
+    /// Tokens of the step, `T`.
+    pub tokens: usize,
+    /// The chunks it was made from.
+    pub chunks: Vec<ChunkSpec>,
+    /// Position of each token in its sequence.
+    pub positions: Vec<u32>,
+    /// The window's part.
+    pub window: WindowPlan,
+    /// One entry for each ratio, in the order asked for.
+    pub compress: Vec<CompressPlan>,
+}
+
+impl AttnPlan {
+    /// Plans a step over `chunks` for layers of the given `ratios` (each once, without 0).
+    ///
+    /// # Errors
+    /// [`Error::Capacity`] for a slot or position that the pools have no room for, [`Error::Value`]
+    /// for two chunks of one slot (the second would not find the first in its past).
+    pub fn new(
+        chunks: &[ChunkSpec],
+        geometry: &CacheGeometry,
+        ratios: &[usize],
+        device: &Device,
+    ) -> Result<Self> {
+        check_chunks(chunks, geometry)?;
+        let positions: Vec<u32> = chunks.iter().flat_map(ChunkSpec::positions).collect();
+        Ok(Self {
+            tokens: positions.len(),
+            window: WindowPlan::new(chunks, geometry, device)?,
+            compress: ratios
+                .iter()
+                .map(|&ratio| CompressPlan::new(chunks, geometry, ratio, device))
+                .collect::<Result<_>>()?,
+            chunks: chunks.to_vec(),
+            positions,
+        })
+    }
+
+    /// The plan at `ratio`.
+    ///
+    /// # Errors
+    /// [`Error::MissingSource`] if the step was not planned for it.
+    pub fn compress(&self, ratio: usize) -> Result<&CompressPlan> {
+        self.compress
+            .iter()
+            .find(|plan| plan.ratio == ratio)
+            .ok_or(Error::MissingSource { what: "the step's plan for this compression ratio" })
+    }
+}
+
+fn check_chunks(chunks: &[ChunkSpec], geometry: &CacheGeometry) -> Result<()> {
+    let mut total = 0usize;
+    for (i, chunk) in chunks.iter().enumerate() {
+        geometry.check_slot(chunk.slot)?;
+        let end = chunk.start as usize + chunk.len as usize;
+        if end > geometry.max_len {
+            return Err(Error::Capacity {
+                what: "positions of a sequence",
+                needed: end,
+                available: geometry.max_len,
+            });
+        }
+        if chunks[..i].iter().any(|other| other.slot == chunk.slot) {
+            return Err(Error::value(
+                "chunks of a step",
+                format!("slot {} takes part twice; its tokens belong in one chunk", chunk.slot),
+            ));
+        }
+        total += chunk.len as usize;
+    }
+    if total > i32::MAX as usize {
+        return Err(Error::Capacity {
+            what: "tokens of a step",
+            needed: total,
+            available: i32::MAX as usize,
+        });
+    }
+    Ok(())
+}
+
+impl WindowPlan {
+    fn new(chunks: &[ChunkSpec], geometry: &CacheGeometry, device: &Device) -> Result<Self> {
+        let window = geometry.window as u32;
+        let (mut ring, mut present) = (RaggedRows::default(), RaggedRows::default());
+        let mut ring_slots = Vec::new();
+        let mut first = 0;
+        for chunk in chunks {
+            let map = geometry.ring(chunk.slot);
+            for pos in chunk.positions() {
+                let seen = window_positions(pos, window);
+                let cut = seen.start.max(chunk.start);
+                ring.push(seen.start..cut, |p| map.row(p).map(|row| row as i32))?;
+                present.push(cut..seen.end, |p| Ok((first + p - chunk.start) as i32))?;
+            }
+            push_ring_slots(&mut ring_slots, chunk, &map)?;
+            first += chunk.len;
+        }
+        Ok(Self {
+            ring_idxs: ring.into_tensor(device)?,
+            present_idxs: present.into_tensor(device)?,
+            ring_slots: i32_tensor(ring_slots, device)?,
+        })
+    }
+}
+
+impl CompressPlan {
+    fn new(
+        chunks: &[ChunkSpec],
+        geometry: &CacheGeometry,
+        ratio: usize,
+        device: &Device,
+    ) -> Result<Self> {
+        if ratio == 0 {
+            return Err(Error::config("compress_ratios", "a ratio of 0 has no compressed rows"));
+        }
+        let r = ratio as u32;
+        let (mut group_src, mut group_pos) = (Vec::new(), Vec::new());
+        let (mut group_slots, mut pending_slots) = (Vec::new(), Vec::new());
+        let mut spans = Vec::new();
+        let mut first = 0;
+        for chunk in chunks {
+            let rows = geometry.compressed(chunk.slot, ratio);
+            let pending = geometry.pending(chunk.slot, ratio);
+            for group in finished_groups(chunk, r) {
+                for pos in group * r..(group + 1) * r {
+                    group_src.push(group_row(pos, chunk, first, &pending)?.encode());
+                }
+                group_pos.push(group * r);
+                group_slots.push(rows.row(group)? as i32);
+            }
+            push_ring_slots(&mut pending_slots, chunk, &pending)?;
+            let base = rows.rows().start;
+            spans.extend(
+                chunk.positions().map(|pos| IndexSpan { base, visible: visible_rows(pos, r) }),
+            );
+            first += chunk.len;
+        }
+        Ok(Self {
+            ratio,
+            group_src,
+            group_pos,
+            group_slots: i32_tensor(group_slots, device)?,
+            pending_slots: i32_tensor(pending_slots, device)?,
+            max_visible: spans.iter().map(|span| span.visible).max().unwrap_or(0),
+            spans,
+        })
+    }
+
+    /// Groups completed in this step, `G`.
+    pub fn groups(&self) -> usize {
+        self.group_pos.len()
+    }
+}
+
+/// Where the entry of position `pos` lies: in this chunk, whose first token is row `first` of the
+/// step, or in the ring that earlier steps wrote.
+fn group_row(pos: u32, chunk: &ChunkSpec, first: u32, pending: &SlotMap) -> Result<GroupRow> {
+    if pos >= chunk.start {
+        Ok(GroupRow::Chunk(first + pos - chunk.start))
+    } else {
+        pending.row(pos).map(GroupRow::Pending)
+    }
+}
+
+/// For each token of the chunk the ring row it is written to, or -1.
+fn push_ring_slots(out: &mut Vec<i32>, chunk: &ChunkSpec, map: &SlotMap) -> Result<()> {
+    let kept = kept_positions(chunk, map.capacity());
+    for pos in chunk.positions() {
+        out.push(if kept.contains(&pos) { map.row(pos)? as i32 } else { -1 });
+    }
+    Ok(())
+}
+
+pub(crate) fn i32_tensor(values: Vec<i32>, device: &Device) -> Result<Tensor> {
+    let len = values.len();
+    Ok(Tensor::from_vec(values, len, device)?)
+}
+
+/// Rows of different lengths on their way to one `[T, n]` tensor.
+#[derive(Default)]
+pub(crate) struct RaggedRows {
+    values: Vec<i32>,
+    ends: Vec<usize>,
+}
+
+impl RaggedRows {
+    /// Appends the row `positions.map(row)`.
+    pub(crate) fn push(
+        &mut self,
+        positions: Range<u32>,
+        row: impl Fn(u32) -> Result<i32>,
+    ) -> Result<()> {
+        for position in positions {
+            self.values.push(row(position)?);
+        }
+        self.ends.push(self.values.len());
+        Ok(())
+    }
+
+    /// As wide as the longest row, `-1` after the end of the others.
+    pub(crate) fn into_tensor(self, device: &Device) -> Result<Tensor> {
+        let starts = || std::iter::once(0).chain(self.ends.iter().copied());
+        let width = starts().zip(&self.ends).map(|(start, end)| end - start).max().unwrap_or(0);
+        let tokens = self.ends.len();
+        let mut out = vec![-1; tokens * width];
+        for (token, (start, &end)) in starts().zip(&self.ends).enumerate() {
+            out[token * width..][..end - start].copy_from_slice(&self.values[start..end]);
+        }
+        Ok(Tensor::from_vec(out, (tokens, width), device)?)
+    }
+}

@@ -1,0 +1,97 @@
+//! The projections around the attention itself, which draft layers have too.
+
+use std::sync::Arc;
+
+use candle_core::Tensor;
+use deepseek_v41_core::{
+    Comm, Error, Result, RmsNorm, RopeTable, Shard, StoredDtype, VarBuilder, apply_rope,
+};
+use deepseek_v41_quant::{
+    ColumnParallelLinear, GroupedLinear, Linear, RowParallelLinear,
+};
+
+use crate::config::AttentionConfig;
+use crate::rows::{RowQuant, finish_rows};
+
+#[derive(Debug)]
+pub(crate) struct Projections {
+    wq_a: Linear,
+    q_norm: RmsNorm,
+    wq_b: ColumnParallelLinear,
+    wkv: Linear,
+    kv_norm: RmsNorm,
+    /// `[heads of this rank]` f32.
+    pub(crate) attn_sink: Tensor,
+    /// `head_dim^-0.5`, an f64 power rounded once.
+    pub(crate) scale: f32,
+    wo_a: GroupedLinear,
+    wo_b: RowParallelLinear,
+    heads: usize,
+    head_dim: usize,
+}
+
+impl Projections {
+    pub(crate) fn new(cfg: &AttentionConfig, comm: Arc<dyn Comm>, vb: VarBuilder) -> Result<Self> {
+        let AttentionConfig { dim, n_heads, q_lora_rank, head_dim, linear_format, .. } = *cfg;
+        let ranks = comm.world_size();
+        if !cfg.o_groups.is_multiple_of(ranks) {
+            return Err(Error::config(
+                "o_groups",
+                format!("{} groups cannot be split over {ranks} ranks", cfg.o_groups),
+            ));
+        }
+        let shard = Shard { dim: 0, rank: comm.rank(), world_size: ranks };
+        let sink = vb.raw_sharded("attn_sink", &[StoredDtype::F32], &[n_heads], shard)?;
+        let o_in = n_heads * head_dim / cfg.o_groups;
+        let o_mid = cfg.o_groups * cfg.o_lora_rank;
+        let norm = |name, width| RmsNorm::new(width, cfg.norm_eps, vb.pp(name));
+        Ok(Self {
+            wq_a: Linear::new(dim, q_lora_rank, linear_format, vb.pp("wq_a"))?,
+            q_norm: norm("q_norm", q_lora_rank)?,
+            wq_b: ColumnParallelLinear::new(
+                q_lora_rank,
+                n_heads * head_dim,
+                linear_format,
+                &comm,
+                vb.pp("wq_b"),
+            )?,
+            wkv: Linear::new(dim, head_dim, linear_format, vb.pp("wkv"))?,
+            kv_norm: norm("kv_norm", head_dim)?,
+            attn_sink: sink.to_tensor(vb.device())?,
+            scale: (head_dim as f64).powf(-0.5) as f32,
+            wo_a: GroupedLinear::new_parallel(
+                cfg.o_groups,
+                o_in,
+                cfg.o_lora_rank,
+                &*comm,
+                vb.pp("wo_a"),
+            )?,
+            wo_b: RowParallelLinear::new(o_mid, dim, linear_format, comm, vb.pp("wo_b"))?,
+            heads: n_heads / ranks,
+            head_dim,
+        })
+    }
+
+    /// `xs: [T, dim]` → the query latent `[T, q_lora_rank]` and the rotated heads `[T, H, head_dim]`.
+    pub(crate) fn queries(&self, xs: &Tensor, table: &RopeTable) -> Result<(Tensor, Tensor)> {
+        let qr = self.q_norm.forward(&self.wq_a.forward(xs)?)?;
+        let q = self.wq_b.forward(&qr)?.reshape((xs.dims()[0], self.heads, self.head_dim))?;
+        let q = apply_rope(&q, table, false)?;
+        Ok((qr, q))
+    }
+
+    /// `xs: [T, dim]` → window KV rows `[T, head_dim]`, rounded as the cache keeps them.
+    pub(crate) fn kv_rows(&self, xs: &Tensor, table: &RopeTable) -> Result<Tensor> {
+        // The whole vector is rounded, its rotated tail included.
+        finish_rows(&self.wkv.forward(xs)?, Some(&self.kv_norm), table, RowQuant::Window)
+    }
+
+    /// Attention's result `o: [T, H, head_dim]` → `[T, dim]`.
+    pub(crate) fn output(&self, o: &Tensor, table: &RopeTable) -> Result<Tensor> {
+        // KV rows are values too and carry the rotation of their position; turning back by the query's
+        // leaves the relative one.
+        let o = apply_rope(o, table, true)?;
+        let o = o.reshape((o.dims()[0], self.heads * self.head_dim))?;
+        self.wo_b.forward(&self.wo_a.forward(&o)?)
+    }
+}
