@@ -80,6 +80,7 @@ fn the_value_is_shared_by_all_copies() {
         *v = bf16::from_f32(i as f32 + 1.0);
     }
     case.stream.fill(bf16::ZERO);
+    case.weight.fill(1.0);
     // One-hot streams and constant keys of different signs and sizes.
     for (c, sign) in [1.0, -1.0, 0.5, -0.25].into_iter().enumerate() {
         case.stream[c * dim] = bf16::ONE;
@@ -107,43 +108,26 @@ fn the_value_is_shared_by_all_copies() {
     assert!(gates.windows(2).all(|pair| pair[1] - pair[0] > 0.01));
 }
 
-/// The floor under the dot keeps its sign: +0 gives sigmoid(+0.001), -0 sigmoid(-0.001).
+/// The floor under the dot keeps the dot's sign: however small, it opens the gate by
+/// sigmoid(±0.001), on one side of a half or the other.
 #[test]
-fn a_zero_dot_opens_the_gate_by_its_sign() {
-    let params = GateParams {
-        copies: 1,
-        dim: 1,
-        eps: 1e-20,
+fn a_tiny_dot_opens_the_gate_by_its_sign() {
+    let params = GateParams { copies: 1, dim: 1, eps: 1e-20 };
+    // 1 + gate * 2^-7 lies just above or below the midpoint of 1 and its upper neighbour.
+    let out = |key: f32, weight: f32| {
+        let (stream, kv) = (to_bf16(&[1.0]), to_bf16(&[key, 1.0 / 128.0]));
+        let (mut slow, mut fast) = (vec![bf16::ZERO], vec![bf16::ZERO]);
+        engram_gate_ref(&stream, &kv, &[weight], None, params, &mut slow);
+        gate_into(&stream, &kv, &[weight], None, params, &mut fast);
+        assert_eq!(slow, fast);
+        fast[0].to_f32()
     };
-    let gate_of = |h: f32, key: f32| {
-        let (stream, kv) = (to_bf16(&[h]), to_bf16(&[key, 128.0]));
-        let mut out = vec![bf16::ZERO];
-        engram_gate_ref(&stream, &kv, &[1.0], None, params, &mut out);
-        let mut fast = vec![bf16::ZERO];
-        gate_into(&stream, &kv, &[1.0], None, params, &mut fast);
-        assert_eq!(out, fast);
-        out[0].to_f32()
-    };
-    // sigmoid(±0.001) * 128 = 64.03 / 63.97, whose neighbours in bf16 are 64 and 64 - 0.25.
-    assert_eq!(gate_of(0.0, 1.0), 64.0);
-    let exact = |dot: f32| 1.0 / (1.0 + (-(1e-6f32.sqrt()).copysign(dot)).exp());
-    assert!(exact(0.0) > 0.5 && exact(-0.0) < 0.5);
-    let params = GateParams {
-        copies: 1,
-        dim: 2,
-        eps: 1e-20,
-    };
-    // A value large enough for the difference to show.
-    let mut outs = Vec::new();
-    for h in [0.0, -0.0] {
-        let stream = to_bf16(&[h, h]);
-        let kv = to_bf16(&[1.0, 1.0, 255.0, 255.0]);
-        let mut out = vec![bf16::ZERO; 2];
-        gate_into(&stream, &kv, &[1.0, 1.0], None, params, &mut out);
-        outs.push(out[0].to_f32());
-    }
-    // Sums start at +0, so a row of -0 adds up to +0 like the reference's.
-    assert_eq!(outs[0], outs[1]);
+    let up = 1.0 + 1.0 / 128.0;
+    assert_eq!(out(1.0, 1e-30), up);
+    assert_eq!(out(1.0, -1e-30), 1.0);
+    // Sums start at +0, so a zero key gives +0 whatever its sign.
+    assert_eq!(out(0.0, 1.0), up);
+    assert_eq!(out(-0.0, 1.0), up);
 }
 
 #[test]
