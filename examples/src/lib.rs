@@ -1,1 +1,4 @@
-//! Runnable examples of deepseek-v41.
+//! What several examples and the end-to-end tests share: replaying recorded runs.
+
+pub mod expected;
+pub mod golden_model;

@@ -1,1 +1,30 @@
-//! DeepSeek-V4.1 inference in Rust on candle.
+#![doc = include_str!("../README.md")]
+#![forbid(unsafe_code)]
+
+mod generate;
+mod load;
+mod prompt;
+pub mod sampling;
+mod session;
+mod stop;
+mod text_stream;
+mod token_map;
+pub mod tokenizer;
+
+pub use deepseek_v41_attention as attention;
+pub use deepseek_v41_core as core;
+pub use deepseek_v41_core::{Error, LoadPolicy, Result, WeightError, Weights};
+pub use deepseek_v41_engram as engram;
+pub use deepseek_v41_hyperconn as hyperconn;
+pub use deepseek_v41_model as model;
+pub use deepseek_v41_moe as moe;
+pub use deepseek_v41_quant as quant;
+pub use generate::{Event, FinishReason, GenerateOptions, Generation, Usage};
+pub use load::{DeepSeekV41, LoadOptions, SpecialIds};
+pub use prompt::Prompt;
+pub use sampling::{LogitsHook, Sampled, Sampler, SamplingParams, TokenHistory, TokenLogprob};
+pub use session::Session;
+pub use stop::{StopStrings, Stopped};
+pub use text_stream::TextStream;
+pub use token_map::{compressed_token_map, token_map};
+pub use tokenizer::{AddedTokens, SpecialTokens, Tokenizer};

@@ -237,7 +237,7 @@ impl Config {
             head_dim: self.engram_head_dim,
             num_embeddings: self.engram_num_embeddings.clone(),
             compressed_vocab_size: self.engram_compressed_vocab_size,
-            pad_id: self.engram_pad_id,
+            pad_id: self.engram_pad_id as u32,
             dim: self.dim,
             hc_mult: self.hc_mult,
             norm_eps: self.norm_eps,

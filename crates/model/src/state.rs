@@ -1,7 +1,7 @@
 //! Everything a model remembers between steps, owned by the caller.
 
 use candle_core::Device;
-use deepseek_v41_attention::{CacheGeometry, CompressedCache, WindowCache};
+use deepseek_v41_attention::{CacheGeometry, CompressedCache, KvFormat, WindowCache};
 use deepseek_v41_core::{Error, Result};
 
 use crate::{Config, LayerPlan};
@@ -15,11 +15,13 @@ pub struct Limits {
     pub max_len: usize,
     /// How many of its newest tokens a sequence can take back without recomputing.
     pub max_rollback: usize,
+    /// How KV rows are stored. No choice changes a result.
+    pub kv_format: KvFormat,
 }
 
 impl Default for Limits {
     fn default() -> Self {
-        Self { max_seqs: 1, max_len: 4096, max_rollback: 64 }
+        Self { max_seqs: 1, max_len: 4096, max_rollback: 64, kv_format: KvFormat::default() }
     }
 }
 
@@ -37,6 +39,7 @@ pub struct SequenceId {
 #[derive(Debug)]
 pub struct ModelState {
     pub(crate) geometry: CacheGeometry,
+    kv_format: KvFormat,
     pub(crate) window: Vec<WindowCache>,
     /// One for each of [`LayerPlan::sources`].
     pub(crate) compressed: Vec<CompressedCache>,
@@ -87,18 +90,18 @@ impl ModelState {
         let window = plan
             .layers()
             .iter()
-            .map(|_| WindowCache::new(geometry, cfg.head_dim, device))
+            .map(|_| WindowCache::new(geometry, cfg.head_dim, limits.kv_format, device))
             .collect::<Result<_>>()?;
         let compressed = plan
             .sources()
             .iter()
             .map(|s| {
-                let index = Some(cfg.index_head_dim);
-                CompressedCache::new(geometry, s.ratio, cfg.head_dim, index, device)
+                let (dim, index) = (cfg.head_dim, Some(cfg.index_head_dim));
+                CompressedCache::new(geometry, s.ratio, dim, index, limits.kv_format, device)
             })
             .collect::<Result<_>>()?;
         let slots = (0..limits.max_seqs).map(|_| Slot::default()).collect();
-        Ok(Self { geometry, window, compressed, slots })
+        Ok(Self { geometry, kv_format: limits.kv_format, window, compressed, slots })
     }
 
     /// Starts an empty sequence.
@@ -127,6 +130,45 @@ impl ModelState {
         Ok(())
     }
 
+    /// Takes back the newest tokens: the sequence is as if only its first `len` had ever been run.
+    ///
+    /// # Errors
+    /// [`Error::Value`] when it has fewer tokens than `len`, [`Error::Capacity`] when `len` lies
+    /// further back than the rings' slack, [`Limits::max_rollback`], behind the longest the sequence
+    /// has been: run its tokens again in a new sequence instead.
+    pub fn truncate(&mut self, id: SequenceId, len: usize) -> Result<()> {
+        let max_rollback = self.geometry.max_rollback;
+        let sequence = self.sequence_mut(id)?;
+        sequence.check_rewind(len, max_rollback)?;
+        sequence.truncate(len);
+        Ok(())
+    }
+
+    /// A second sequence that begins with the first `len` tokens of `id`; both go on independently.
+    ///
+    /// # Errors
+    /// As [`ModelState::truncate`], and [`Error::Capacity`] when every slot is taken.
+    pub fn fork(&mut self, id: SequenceId, len: usize) -> Result<SequenceId> {
+        let mut copy = self.sequence(id)?.clone();
+        copy.check_rewind(len, self.geometry.max_rollback)?;
+        copy.truncate(len);
+        let new = self.create()?;
+        let (from, to) = (id.slot, new.slot);
+        let copied = self
+            .window
+            .iter_mut()
+            .try_for_each(|cache| cache.copy_slot(from, to))
+            .and_then(|()| {
+                self.compressed.iter_mut().try_for_each(|c| c.copy_slot(from, to, len as u32))
+            });
+        if let Err(err) = copied {
+            self.release(new)?;
+            return Err(err);
+        }
+        *self.sequence_mut(new)? = copy;
+        Ok(new)
+    }
+
     /// Tokens in the sequence.
     ///
     /// # Errors
@@ -148,12 +190,21 @@ impl ModelState {
         Ok(&self.sequence(id)?.ids)
     }
 
+    /// Whether any of the first `len` positions came from a picture.
+    ///
+    /// # Errors
+    /// As [`ModelState::release`].
+    pub fn has_images(&self, id: SequenceId, len: usize) -> Result<bool> {
+        Ok(self.sequence(id)?.image_mask.iter().take(len).any(|m| *m != 0))
+    }
+
     /// The limits it was made with.
     pub fn limits(&self) -> Limits {
         Limits {
             max_seqs: self.geometry.max_seqs,
             max_len: self.geometry.max_len,
             max_rollback: self.geometry.max_rollback,
+            kv_format: self.kv_format,
         }
     }
 
@@ -191,6 +242,39 @@ impl Sequence {
         let from = self.ids.len().saturating_sub(n);
         let mask = (!self.image_mask.is_empty()).then(|| &self.image_mask[from..]);
         (&self.ids[from..], mask)
+    }
+
+    /// Whether the caches still hold what a sequence of `len` tokens needs.
+    fn check_rewind(&self, len: usize, max_rollback: usize) -> Result<()> {
+        if self.broken {
+            return Err(Error::value("sequence", "an earlier step failed half-way: release it"));
+        }
+        if len > self.ids.len() {
+            return Err(Error::value(
+                "length",
+                format!("{len} is past the end of a sequence of {} tokens", self.ids.len()),
+            ));
+        }
+        // What counts is the longest it has been: those rows have replaced older ones in the rings.
+        let needed = if len == self.ids.len() { 0 } else { self.high_water - len };
+        if len > 0 && needed > max_rollback {
+            return Err(Error::Capacity {
+                what: "tokens of rollback",
+                needed,
+                available: max_rollback,
+            });
+        }
+        Ok(())
+    }
+
+    fn truncate(&mut self, len: usize) {
+        self.ids.truncate(len);
+        self.image_mask.truncate(len);
+        self.prefill = self.prefill.min(len as u32);
+        if len == 0 {
+            // Nothing before it is needed any more.
+            self.high_water = 0;
+        }
     }
 
     /// Appends the tokens of a finished step.

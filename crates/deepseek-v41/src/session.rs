@@ -1,0 +1,158 @@
+//! A text that goes on: one sequence with its caches.
+
+use deepseek_v41_core::{Error, Result};
+use deepseek_v41_model::{Chunk, ForwardBatch, ImageSpan, Limits, LogitRows, ModelState, SequenceId};
+
+use crate::{DeepSeekV41, GenerateOptions, Generation, Prompt};
+
+/// One sequence and its caches. Generating appends to it, so a conversation goes on without reading
+/// its history again.
+#[derive(Debug)]
+pub struct Session<'m> {
+    pub(crate) model: &'m DeepSeekV41,
+    pub(crate) state: ModelState,
+    pub(crate) seq: SequenceId,
+    /// Tokens that belong to the text and have not been run: a sampled token is run only when
+    /// something follows it.
+    pub(crate) pending: Vec<u32>,
+}
+
+impl<'m> Session<'m> {
+    /// An empty sequence of at most `limits.max_len` tokens.
+    ///
+    /// # Errors
+    /// Limits that the model cannot have.
+    pub(crate) fn new(model: &'m DeepSeekV41, limits: Limits) -> Result<Self> {
+        let mut state = ModelState::new(model.config(), limits, model.transformer().device())?;
+        let seq = state.create()?;
+        Ok(Self { model, state, seq, pending: Vec::new() })
+    }
+
+    /// The model it belongs to.
+    pub fn model(&self) -> &'m DeepSeekV41 {
+        self.model
+    }
+
+    /// Every token of the text so far.
+    ///
+    /// # Errors
+    /// None in a session that is in use.
+    pub fn token_ids(&self) -> Result<Vec<u32>> {
+        let mut ids = self.state.token_ids(self.seq)?.to_vec();
+        ids.extend(&self.pending);
+        Ok(ids)
+    }
+
+    /// Tokens of the text so far.
+    ///
+    /// # Errors
+    /// As [`Session::token_ids`].
+    pub fn len(&self) -> Result<usize> {
+        Ok(self.state.len(self.seq)? + self.pending.len())
+    }
+
+    /// Whether nothing has been said yet.
+    ///
+    /// # Errors
+    /// As [`Session::token_ids`].
+    pub fn is_empty(&self) -> Result<bool> {
+        Ok(self.len()? == 0)
+    }
+
+    /// Continues the text with `prompt` and then with what the model says.
+    ///
+    /// Dropping the generation at any point leaves the session usable: its text then ends with the
+    /// last token that was handed out.
+    ///
+    /// # Errors
+    /// A prompt that cannot be encoded or does not fit, or options without a meaning.
+    pub fn generate<'s>(
+        &'s mut self,
+        prompt: impl Into<Prompt>,
+        options: &GenerateOptions,
+    ) -> Result<Generation<'s, 'm>> {
+        Generation::borrowed(self, prompt.into(), options)
+    }
+
+    /// Takes the text back to its first `len` tokens. Within the caches' slack this costs nothing;
+    /// further back the remaining tokens are run again.
+    ///
+    /// # Errors
+    /// [`Error::Value`] for a length past the end; [`Error::Unsupported`] when tokens that came from
+    /// a picture would have to be run again.
+    pub fn truncate(&mut self, len: usize) -> Result<()> {
+        let run = self.state.len(self.seq)?;
+        if len >= run {
+            if len - run > self.pending.len() {
+                let found = run + self.pending.len();
+                let reason = format!("{len} is past the end of a text of {found} tokens");
+                return Err(Error::value("length", reason));
+            }
+            self.pending.truncate(len - run);
+            return Ok(());
+        }
+        match self.state.truncate(self.seq, len) {
+            Err(Error::Capacity { .. }) => {}
+            other => {
+                self.pending.clear();
+                return other;
+            }
+        }
+        if self.state.has_images(self.seq, len)? {
+            return Err(Error::Unsupported {
+                what: "running tokens of a picture again: start a new session".into(),
+            });
+        }
+        let ids = self.state.token_ids(self.seq)?[..len].to_vec();
+        self.state.release(self.seq)?;
+        self.seq = self.state.create()?;
+        self.pending = ids;
+        Ok(())
+    }
+
+    /// Runs tokens in chunks of at most `chunk`, pictures uncut; returns the logits after the last
+    /// one. `progress` is told how many tokens have been run.
+    pub(crate) fn run(
+        &mut self,
+        ids: &[u32],
+        images: &[ImageSpan],
+        chunk: usize,
+        mut progress: impl FnMut(usize),
+    ) -> Result<Vec<f32>> {
+        let mut at = 0;
+        loop {
+            let end = chunk_end(at, ids.len(), chunk, images);
+            let last = end == ids.len();
+            let spans = images.iter().filter(|s| (at..end).contains(&s.start));
+            let spans = spans.map(|s| ImageSpan { start: s.start - at, rows: s.rows.clone() });
+            let batch = ForwardBatch {
+                chunks: vec![Chunk {
+                    seq: self.seq,
+                    token_ids: ids[at..end].to_vec(),
+                    images: spans.collect(),
+                }],
+                logits: if last { LogitRows::Last } else { LogitRows::None },
+                target_hidden: false,
+            };
+            let out = self.model.transformer().forward(&batch, &mut self.state)?;
+            at = end;
+            progress(at);
+            if last {
+                let rows = out.logits.to_vec2::<f32>()?;
+                return rows.into_iter().next().ok_or_else(|| {
+                    Error::value("prompt", "has no tokens, so there is nothing to continue")
+                });
+            }
+        }
+    }
+}
+
+/// Where a chunk that begins at `at` ends: after `chunk` tokens, or later if that would cut a span.
+fn chunk_end(at: usize, len: usize, chunk: usize, images: &[ImageSpan]) -> usize {
+    let end = at.saturating_add(chunk.max(1)).min(len);
+    let cut = images.iter().find_map(|span| {
+        let stop = span.start + span.rows.dims().first().copied().unwrap_or(0);
+        (span.start < end && end < stop).then_some(stop)
+    });
+    cut.unwrap_or(end).min(len)
+}

@@ -1,0 +1,313 @@
+//! Replaying the official code's recorded runs of whole (tiny) models.
+//!
+//! A case is a directory with a checkpoint and `expected.safetensors`: token ids that are fed one
+//! prompt and then one token at a time, with logits after each step and, for models whose top-k flips
+//! on rounding, the selections to replay.
+
+use std::path::Path;
+
+use candle_core::{DType, Device, Tensor};
+use deepseek_v41::{
+    Error, Result, Weights,
+    core::LoadPolicy,
+    engram::TokenMap,
+    model::{
+        Chunk, Config, ForwardBatch, IndexKeys, Limits, ModelState, Probe, ProbePoint, SequenceId,
+        Transformer,
+    },
+    moe::Routing,
+};
+
+use crate::expected::Expected;
+
+/// Which of the two recorded runs is compared with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Mode {
+    /// The official code as written, stale index keys included.
+    Reference,
+    /// Every source publishes its own keys at every step.
+    OwnKeys,
+}
+
+impl Mode {
+    /// Both modes.
+    pub const ALL: [Self; 2] = [Self::Reference, Self::OwnKeys];
+
+    /// The model setting that reproduces the mode.
+    pub fn index_keys(self) -> IndexKeys {
+        match self {
+            Self::Reference => IndexKeys::LastPublished,
+            Self::OwnKeys => IndexKeys::Owner,
+        }
+    }
+
+    fn prefix(self) -> &'static str {
+        match self {
+            Self::Reference => "",
+            Self::OwnKeys => "own_index_k.",
+        }
+    }
+}
+
+/// How far a run was from the recorded one.
+#[derive(Debug, Clone, Default)]
+pub struct Distance {
+    /// Relative rms of the logits, step by step over all rows; entry 0 is the prefill.
+    pub logits: Vec<f64>,
+    /// Relative rms of the intermediate values of the prefill, by the recorded name.
+    pub prefill: Vec<(String, f64)>,
+    /// Index selections (one a token and layer) equal to those recorded in the mode that ran, and
+    /// their number. Counted before replaying.
+    pub selections: (usize, usize),
+    /// The same against the recording of the other mode, decode steps only.
+    pub other_selections: (usize, usize),
+    /// As `selections`, decode steps only.
+    pub decode_selections: (usize, usize),
+    /// Expert selections equal to the recorded ones, and their number.
+    pub routes: (usize, usize),
+}
+
+/// A golden model, loaded.
+pub struct GoldenModel {
+    transformer: Transformer,
+    expected: Expected,
+    mode: Mode,
+}
+
+impl GoldenModel {
+    /// Loads the checkpoint and the recording of `dir`.
+    ///
+    /// # Errors
+    /// Files that are missing or not what they should be.
+    pub fn load(dir: &Path, mode: Mode, device: &Device) -> Result<Self> {
+        let mut cfg = Config::from_file(dir.join("config.json"))?;
+        cfg.index_keys = mode.index_keys();
+        let expected = Expected::open(&dir.join("expected.safetensors"))?;
+        let map = match cfg.engram() {
+            None => None,
+            Some(engram) => {
+                let ids = expected.integers("token_map")?.iter().map(|v| *v as u32).collect();
+                Some(TokenMap::new(ids, engram.compressed_vocab_size, engram.pad_id)?)
+            }
+        };
+        // The recording lies beside the shards: the index says which files are weights.
+        let weights = Weights::open(dir, LoadPolicy::Mmap)?;
+        let transformer = Transformer::new(&cfg, map, weights.var_builder(device))?;
+        Ok(Self { transformer, expected, mode })
+    }
+
+    /// Runs the recorded tokens. `replay` uses the recorded selections instead of the model's own;
+    /// `rows` are the sequences to run (those with pictures need their embeddings).
+    ///
+    /// # Errors
+    /// What the model refuses, or a recording without the tensors of its kind.
+    pub fn run(&self, rows: &[usize], replay: bool) -> Result<Distance> {
+        let cfg = self.transformer.config();
+        let shape = self.expected.shape("ids")?.to_vec();
+        let (batch, length) = (shape[0], shape[1]);
+        let steps = self.expected.shape("logits")?[0];
+        let prefill = length - steps;
+        let ids = self.expected.integers("ids")?;
+        let token = |row: usize, at: usize| ids[row * length + at] as u32;
+
+        let limits = Limits { max_seqs: rows.len(), max_len: length, max_rollback: 0 };
+        let mut state = ModelState::new(cfg, limits, self.transformer.device())?;
+        let seqs: Vec<SequenceId> = rows.iter().map(|_| state.create()).collect::<Result<_>>()?;
+        let mut distance = Distance::default();
+        for step in 0..steps {
+            let range = if step == 0 { 0..prefill } else { prefill + step - 1..prefill + step };
+            let chunks = rows.iter().zip(&seqs).map(|(row, seq)| {
+                Chunk::text(*seq, range.clone().map(|at| token(*row, at)).collect::<Vec<_>>())
+            });
+            let batch_in = ForwardBatch { chunks: chunks.collect(), ..ForwardBatch::default() };
+            let mut probe = Recorder {
+                golden: self,
+                rows,
+                batch,
+                tokens: range.len(),
+                step,
+                replay,
+                distance: &mut distance,
+                error: None,
+            };
+            let out = self.transformer.forward_probed(&batch_in, &mut state, &mut probe)?;
+            if let Some(err) = probe.error {
+                return Err(err);
+            }
+            let key = format!("{}logits", self.mode.prefix());
+            let wanted = self.expected.rows(&key, &[step], rows)?;
+            distance.logits.push(rel_rms(&out.logits, &wanted)?);
+        }
+        Ok(distance)
+    }
+
+    /// Sequences of the recording.
+    ///
+    /// # Errors
+    /// A recording without ids.
+    pub fn sequences(&self) -> Result<usize> {
+        Ok(self.expected.shape("ids")?[0])
+    }
+
+    /// Sequences without pictures.
+    ///
+    /// # Errors
+    /// A recording without ids.
+    pub fn text_rows(&self) -> Result<Vec<usize>> {
+        let n = self.sequences()?;
+        Ok((0..n).filter(|row| !self.expected.contains(&format!("image.{row}.0.info"))).collect())
+    }
+}
+
+/// Compares with the recording as the pass goes along, and feeds its selections back.
+struct Recorder<'a> {
+    golden: &'a GoldenModel,
+    rows: &'a [usize],
+    batch: usize,
+    tokens: usize,
+    step: usize,
+    replay: bool,
+    distance: &'a mut Distance,
+    error: Option<Error>,
+}
+
+impl Recorder<'_> {
+    /// The recorded name of a selection in this step.
+    fn key(&self, mode: Mode, what: &str, layer: usize) -> String {
+        match self.step {
+            0 => format!("prefill.{what}{layer}"),
+            step => format!("{}step{step}.{what}{layer}", mode.prefix()),
+        }
+    }
+
+    /// A recorded selection `[rows * tokens, k]`, `None` where the recording has none.
+    fn recorded(&self, mode: Mode, what: &str, layer: usize) -> Option<Vec<Vec<i64>>> {
+        let key = self.key(mode, what, layer);
+        let expected = &self.golden.expected;
+        let all = expected.contains(&key).then(|| expected.integers(&key).ok())??;
+        let k = all.len() / (self.batch * self.tokens);
+        let per_row = self.tokens * k;
+        let rows = self.rows.iter().flat_map(|row| all[row * per_row..(row + 1) * per_row].chunks(k));
+        Some(rows.map(<[i64]>::to_vec).collect())
+    }
+
+    /// Recorded index selections as compressed positions: the reference counts them from the end of
+    /// the window part of its keys.
+    fn positions(&self, mode: Mode, layer: usize) -> Option<Vec<Vec<i64>>> {
+        let window = self.golden.transformer.config().window_size;
+        let offset = if self.step == 0 { self.tokens } else { window } as i64;
+        let mut rows = self.recorded(mode, "idx", layer)?;
+        rows.iter_mut().flatten().filter(|v| **v >= 0).for_each(|v| *v -= offset);
+        Some(rows)
+    }
+
+    fn keep<T>(&mut self, result: Result<T>) -> Option<T> {
+        result.map_err(|e| self.error = Some(e)).ok()
+    }
+}
+
+/// How many of `own` select the same set as `wanted`.
+fn equal_sets(own: &[Vec<i64>], wanted: &[Vec<i64>]) -> (usize, usize) {
+    let set = |row: &[i64]| {
+        let mut row: Vec<i64> = row.iter().copied().filter(|v| *v >= 0).collect();
+        row.sort_unstable();
+        row
+    };
+    let equal = own.iter().zip(wanted).filter(|(a, b)| set(a) == set(b)).count();
+    (equal, wanted.len())
+}
+
+fn add(total: &mut (usize, usize), part: (usize, usize)) {
+    total.0 += part.0;
+    total.1 += part.1;
+}
+
+impl Probe for Recorder<'_> {
+    fn value(&mut self, layer: usize, point: ProbePoint, value: &Tensor) -> Result<()> {
+        let what = match point {
+            ProbePoint::Engram => "engram",
+            ProbePoint::Attn => "attn",
+            ProbePoint::Ffn => "ffn",
+            ProbePoint::Stream => "layer",
+            ProbePoint::PreMix => "premix",
+        };
+        let name = format!("{what}{layer}");
+        let key = format!("prefill.{name}");
+        if self.step == 0 && self.golden.expected.contains(&key) {
+            let wanted = self.golden.expected.rows(&key, &[], self.rows)?;
+            self.distance.prefill.push((name, rel_rms(value, &wanted)?));
+        }
+        Ok(())
+    }
+
+    fn routed(&mut self, layer: usize, own: &Routing) {
+        let Some(wanted) = self.recorded(self.golden.mode, "route", layer) else { return };
+        let Some(own) = self.keep(integers(&own.experts)) else { return };
+        add(&mut self.distance.routes, equal_sets(&own, &wanted));
+    }
+
+    fn replay_experts(&mut self, layer: usize) -> Option<Tensor> {
+        let rows = self.replay.then(|| self.recorded(self.golden.mode, "route", layer))??;
+        let (t, k) = (rows.len(), rows[0].len());
+        let flat: Vec<u32> = rows.into_iter().flatten().map(|v| v as u32).collect();
+        let tensor = Tensor::from_vec(flat, (t, k), self.golden.transformer.device());
+        self.keep(tensor.map_err(Error::from))
+    }
+
+    fn wants_selections(&self) -> bool {
+        true
+    }
+
+    fn selected(&mut self, layer: usize, own: &Tensor) {
+        let Some(own) = self.keep(integers(own)) else { return };
+        let (mode, other) = match self.golden.mode {
+            Mode::Reference => (Mode::Reference, Mode::OwnKeys),
+            Mode::OwnKeys => (Mode::OwnKeys, Mode::Reference),
+        };
+        if let Some(wanted) = self.positions(mode, layer) {
+            let equal = equal_sets(&own, &wanted);
+            add(&mut self.distance.selections, equal);
+            if self.step > 0 {
+                add(&mut self.distance.decode_selections, equal);
+            }
+        }
+        if self.step > 0
+            && let Some(wanted) = self.positions(other, layer)
+        {
+            add(&mut self.distance.other_selections, equal_sets(&own, &wanted));
+        }
+    }
+
+    fn replay_selection(&mut self, layer: usize) -> Option<Tensor> {
+        let rows = self.replay.then(|| self.positions(self.golden.mode, layer))??;
+        let (t, k) = (rows.len(), rows[0].len());
+        let flat: Vec<i32> = rows.into_iter().flatten().map(|v| v as i32).collect();
+        let tensor = Tensor::from_vec(flat, (t, k), self.golden.transformer.device());
+        self.keep(tensor.map_err(Error::from))
+    }
+}
+
+/// A 2D integer tensor on the host.
+fn integers(t: &Tensor) -> Result<Vec<Vec<i64>>> {
+    Ok(t.to_device(&Device::Cpu)?.to_dtype(DType::I64)?.to_vec2()?)
+}
+
+/// `rms(value - wanted) / rms(wanted)`.
+///
+/// # Errors
+/// Different numbers of elements.
+pub fn rel_rms(value: &Tensor, wanted: &[f32]) -> Result<f64> {
+    let value = value.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.flatten_all()?;
+    let value = value.to_vec1::<f32>()?;
+    if value.len() != wanted.len() {
+        let reason = format!("{} values against {} recorded ones", value.len(), wanted.len());
+        return Err(Error::shape("rel_rms", reason));
+    }
+    let mut sums = (0.0, 0.0);
+    for (a, b) in value.iter().zip(wanted) {
+        let (a, b) = (f64::from(*a), f64::from(*b));
+        sums.0 += (a - b) * (a - b);
+        sums.1 += b * b;
+    }
+    Ok(if sums.0 == 0.0 { 0.0 } else { (sums.0 / sums.1).sqrt() })
+}
