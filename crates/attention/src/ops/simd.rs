@@ -1,11 +1,186 @@
 //! Arithmetic of the fast paths, written so that every instruction set gives the same bits.
 //!
-//! The kernels are plain Rust over arrays whose lanes never mix: each element is one chain of
-//! [`f32::mul_add`] in a fixed order. The compiler may put lanes side by side in vectors of any
-//! width, but it may not reassociate, so compiling the same body with AVX2 + FMA, with AVX-512 or
-//! with neither changes the speed alone. The unit tests of the kernels compare them all.
+//! Kernels are generic over [`Lanes`]: lanes never mix, and each is one chain of fused multiply-adds in
+//! a fixed order. Putting 8 or 16 chains side by side therefore changes the speed alone. Element-wise
+//! loops are plain Rust compiled for the instruction set, which may not reassociate either. The unit
+//! tests of the kernels compare everything this machine can run.
 
-/// An instruction set a kernel body is compiled for.
+use deepseek_v41_core::cpu;
+
+/// `W` independent f32 values.
+pub(crate) trait Lanes<const W: usize>: Copy {
+    fn splat(x: f32) -> Self;
+    fn load(from: &[f32; W]) -> Self;
+    fn store(self, to: &mut [f32; W]);
+    fn mul(self, by: Self) -> Self;
+    /// `self + a * b`, rounded once.
+    fn add_product(self, a: Self, b: Self) -> Self;
+}
+
+impl<const W: usize> Lanes<W> for [f32; W] {
+    #[inline(always)]
+    fn splat(x: f32) -> Self {
+        [x; W]
+    }
+
+    #[inline(always)]
+    fn load(from: &[f32; W]) -> Self {
+        *from
+    }
+
+    #[inline(always)]
+    fn store(self, to: &mut [f32; W]) {
+        *to = self;
+    }
+
+    #[inline(always)]
+    fn mul(self, by: Self) -> Self {
+        std::array::from_fn(|w| self[w] * by[w])
+    }
+
+    #[inline(always)]
+    fn add_product(self, a: Self, b: Self) -> Self {
+        std::array::from_fn(|w| a[w].mul_add(b[w], self[w]))
+    }
+}
+
+/// An instruction set, as the vector type it uses for `W` values.
+pub(crate) trait Vectors<const W: usize> {
+    type Of: Lanes<W>;
+}
+
+/// Whatever the crate was compiled for.
+pub(crate) struct Portable;
+
+impl<const W: usize> Vectors<W> for Portable {
+    type Of = [f32; W];
+}
+
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod x86 {
+    //! Vectors whose methods may only run inside functions compiled for their instruction set:
+    //! [`dispatch!`](super::dispatch) names these types there and nowhere else.
+
+    use std::arch::x86_64::*;
+
+    use super::{Lanes, Vectors};
+
+    pub(crate) struct Avx2;
+    pub(crate) struct Avx512;
+
+    impl Vectors<8> for Avx2 {
+        type Of = __m256;
+    }
+    impl Vectors<16> for Avx2 {
+        type Of = Pair;
+    }
+    impl Vectors<8> for Avx512 {
+        type Of = __m256;
+    }
+    impl Vectors<16> for Avx512 {
+        type Of = __m512;
+    }
+
+    macro_rules! lanes {
+        ($vector:ty, $w:literal, $splat:ident, $load:ident, $store:ident, $mul:ident, $fma:ident) => {
+            impl Lanes<$w> for $vector {
+                #[inline(always)]
+                fn splat(x: f32) -> Self {
+                    // SAFETY: by the rule of this module the instruction set is there.
+                    unsafe { $splat(x) }
+                }
+
+                #[inline(always)]
+                fn load(from: &[f32; $w]) -> Self {
+                    // SAFETY: as above; the array has as many values as the vector.
+                    unsafe { $load(from.as_ptr()) }
+                }
+
+                #[inline(always)]
+                fn store(self, to: &mut [f32; $w]) {
+                    // SAFETY: as above; the array has as many values as the vector.
+                    unsafe { $store(to.as_mut_ptr(), self) }
+                }
+
+                #[inline(always)]
+                fn mul(self, by: Self) -> Self {
+                    // SAFETY: by the rule of this module the instruction set is there.
+                    unsafe { $mul(self, by) }
+                }
+
+                #[inline(always)]
+                fn add_product(self, a: Self, b: Self) -> Self {
+                    // SAFETY: by the rule of this module the instruction set is there.
+                    unsafe { $fma(a, b, self) }
+                }
+            }
+        };
+    }
+
+    lanes!(
+        __m256,
+        8,
+        _mm256_set1_ps,
+        _mm256_loadu_ps,
+        _mm256_storeu_ps,
+        _mm256_mul_ps,
+        _mm256_fmadd_ps
+    );
+    lanes!(
+        __m512,
+        16,
+        _mm512_set1_ps,
+        _mm512_loadu_ps,
+        _mm512_storeu_ps,
+        _mm512_mul_ps,
+        _mm512_fmadd_ps
+    );
+
+    /// 16 values in two AVX registers.
+    #[derive(Clone, Copy)]
+    pub(crate) struct Pair(__m256, __m256);
+
+    impl Lanes<16> for Pair {
+        #[inline(always)]
+        fn splat(x: f32) -> Self {
+            let x = __m256::splat(x);
+            Self(x, x)
+        }
+
+        #[inline(always)]
+        fn load(from: &[f32; 16]) -> Self {
+            let [a, b] = halves(from);
+            Self(__m256::load(a), __m256::load(b))
+        }
+
+        #[inline(always)]
+        fn store(self, to: &mut [f32; 16]) {
+            let (a, b) = to.split_at_mut(8);
+            if let (Some(a), Some(b)) = (a.first_chunk_mut(), b.first_chunk_mut()) {
+                self.0.store(a);
+                self.1.store(b);
+            }
+        }
+
+        #[inline(always)]
+        fn mul(self, by: Self) -> Self {
+            Self(self.0.mul(by.0), self.1.mul(by.1))
+        }
+
+        #[inline(always)]
+        fn add_product(self, a: Self, b: Self) -> Self {
+            Self(self.0.add_product(a.0, b.0), self.1.add_product(a.1, b.1))
+        }
+    }
+
+    #[inline(always)]
+    fn halves(x: &[f32; 16]) -> [&[f32; 8]; 2] {
+        let (chunks, _) = x.as_chunks::<8>();
+        [&chunks[0], &chunks[1]]
+    }
+}
+
+/// An instruction set a kernel is compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Simd {
     /// Whatever the crate was compiled for.
@@ -13,7 +188,7 @@ pub(crate) enum Simd {
     /// AVX2 and FMA, found at run time.
     #[cfg(target_arch = "x86_64")]
     Avx2,
-    /// AVX-512 F and VL, found at run time.
+    /// AVX-512 F and VL beside them, found at run time.
     #[cfg(target_arch = "x86_64")]
     Avx512,
 }
@@ -47,30 +222,33 @@ impl Simd {
     }
 }
 
-/// Defines `$name(simd, args…)`: `$body::<R>(args…)` compiled for the given instruction set, where
-/// `R` is the number of rows whose accumulators fit its registers.
+/// Defines `$name::<W>(simd, args…)` for `W` of 8 and 16: `$body::<V, R, W>(args…)` compiled for the
+/// instruction set, `V` being its [`Vectors`] and `R` the number of rows whose accumulators fit its
+/// registers.
 macro_rules! dispatch {
-    ($(#[$doc:meta])* fn $name:ident<const W: usize>($($arg:ident: $ty:ty),* $(,)?) = $body:ident) => {
+    ($(#[$doc:meta])* fn $name:ident<$w:literal>($($arg:ident: $ty:ty),* $(,)?) = $body:ident) => {
         $(#[$doc])*
-        fn $name<const W: usize>(simd: $crate::ops::simd::Simd, $($arg: $ty),*) {
+        fn $name(simd: $crate::ops::simd::Simd, $($arg: $ty),*) {
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx2,fma")]
-            fn avx2<const W: usize>($($arg: $ty),*) {
-                $body::<4, W>($($arg),*);
+            fn avx2($($arg: $ty),*) {
+                $body::<$crate::ops::simd::x86::Avx2, 4, $w>($($arg),*);
             }
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx2,fma,avx512f,avx512vl")]
-            fn avx512<const W: usize>($($arg: $ty),*) {
-                $body::<8, W>($($arg),*);
+            fn avx512($($arg: $ty),*) {
+                $body::<$crate::ops::simd::x86::Avx512, 8, $w>($($arg),*);
             }
             match simd {
-                $crate::ops::simd::Simd::Portable => $body::<4, W>($($arg),*),
+                $crate::ops::simd::Simd::Portable => {
+                    $body::<$crate::ops::simd::Portable, 4, $w>($($arg),*);
+                }
                 #[cfg(target_arch = "x86_64")]
                 // SAFETY: `Simd::detect` returns Avx2 only where AVX2 and FMA exist.
-                $crate::ops::simd::Simd::Avx2 => unsafe { avx2::<W>($($arg),*) },
+                $crate::ops::simd::Simd::Avx2 => unsafe { avx2($($arg),*) },
                 #[cfg(target_arch = "x86_64")]
                 // SAFETY: `Simd::detect` returns Avx512 only where all four features exist.
-                $crate::ops::simd::Simd::Avx512 => unsafe { avx512::<W>($($arg),*) },
+                $crate::ops::simd::Simd::Avx512 => unsafe { avx512($($arg),*) },
             }
         }
     };
@@ -116,19 +294,14 @@ fn pow2(n: i32) -> f32 {
     f32::from_bits((n.wrapping_add(127) as u32) << 23)
 }
 
-/// `x` rounded to the nearest bf16, ties to even, kept as f32. NaN stays NaN.
+/// `x` rounded to the nearest bf16, kept as f32.
 #[inline(always)]
 pub(crate) fn round_bf16(x: f32) -> f32 {
-    let bits = x.to_bits();
-    let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) & 0xffff_0000;
-    // A NaN's payload could carry into the exponent and leave infinity or zero.
-    f32::from_bits(if x.is_nan() { 0x7fc0_0000 } else { rounded })
+    cpu::widen(cpu::round_bf16(x))
 }
 
 #[cfg(test)]
 mod tests {
-    use half::bf16;
-
     use super::*;
 
     #[test]
@@ -160,19 +333,5 @@ mod tests {
         assert!(exp(f32::NAN).is_nan());
         assert!(exp(88.72).is_finite());
         assert!(exp(88.73).is_infinite());
-    }
-
-    #[test]
-    fn round_bf16_is_the_conversion() {
-        for bits in (0u32..=u32::MAX).step_by(65_521) {
-            for bits in [bits, bits & 0xffff_0000, (bits & 0xffff_0000) | 0x8000] {
-                let x = f32::from_bits(bits);
-                let (got, want) = (round_bf16(x), bf16::from_f32(x).to_f32());
-                assert!(
-                    got.to_bits() == want.to_bits() || (got.is_nan() && want.is_nan()),
-                    "{x}"
-                );
-            }
-        }
     }
 }

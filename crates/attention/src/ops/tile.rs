@@ -1,7 +1,10 @@
 //! Tiles of cache rows widened once and served to all heads, and the dot product both attention and
 //! the indexer are defined by.
 
+use deepseek_v41_core::cpu;
 use half::bf16;
+
+use super::simd::Lanes;
 
 /// Rows of a tile: the step in which attention walks a query's rows (it is part of the definition,
 /// because probabilities are rounded relative to the maximum so far).
@@ -59,17 +62,14 @@ impl Tile {
     /// Widens one row of `dim` values.
     #[inline(always)]
     pub(crate) fn set_row(&mut self, r: usize, row: &[bf16]) {
+        let (chunks, rest) = row[..self.dim].as_chunks::<COLS>();
         let mut at = r * COLS;
-        let mut chunks = row[..self.dim].chunks_exact(COLS);
-        for chunk in &mut chunks {
-            let out = &mut self.data[at..at + COLS];
-            for j in 0..COLS {
-                out[j] = f32::from_bits(u32::from(chunk[j].to_bits()) << 16);
-            }
+        for chunk in chunks {
+            cpu::widen_slice(chunk, &mut self.data[at..at + COLS]);
             at += BLOCK;
         }
-        for (j, v) in chunks.remainder().iter().enumerate() {
-            self.data[at + j] = f32::from_bits(u32::from(v.to_bits()) << 16);
+        if !rest.is_empty() {
+            cpu::widen_slice(rest, &mut self.data[at..at + COLS]);
         }
     }
 
@@ -77,22 +77,20 @@ impl Tile {
     ///
     /// Rows that were never set give stale values, which callers ignore.
     #[inline(always)]
-    pub(crate) fn dots<const R: usize, const W: usize>(
+    pub(crate) fn dots<V: Lanes<W>, const R: usize, const W: usize>(
         &self,
         r0: usize,
         panel: &[f32],
-    ) -> [[f32; W]; R] {
-        let mut acc = [[0f32; W]; R];
+    ) -> [V; R] {
+        let mut acc = [V::splat(0.0); R];
+        let (panel, _) = panel.as_chunks::<W>();
         for b in 0..self.blocks() {
             let rows = &self.data[b * BLOCK + r0 * COLS..][..R * COLS];
-            let panel = &panel[b * COLS * W..][..COLS * W];
+            let panel = &panel[b * COLS..][..COLS];
             for k in 0..COLS {
-                let heads = &panel[k * W..][..W];
+                let heads = V::load(&panel[k]);
                 for i in 0..R {
-                    let x = rows[i * COLS + k];
-                    for w in 0..W {
-                        acc[i][w] = x.mul_add(heads[w], acc[i][w]);
-                    }
+                    acc[i] = acc[i].add_product(V::splat(rows[i * COLS + k]), heads);
                 }
             }
         }

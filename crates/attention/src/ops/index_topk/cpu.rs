@@ -4,7 +4,7 @@ use half::bf16;
 use rayon::prelude::*;
 
 use super::{BlockRows, Scoring, Wanted};
-use crate::ops::simd::{Simd, dispatch, round_bf16};
+use crate::ops::simd::{Lanes, Simd, Vectors, dispatch, round_bf16};
 use crate::ops::tile::{COLS, TILE, Tile, pack_heads};
 use crate::ops::topk_rows::TopRows;
 
@@ -305,7 +305,7 @@ impl<'a> Scan<'a> {
             heads,
         };
         if heads > 8 {
-            score::<16>(
+            score(
                 self.simd,
                 &job,
                 &mut self.tile,
@@ -313,7 +313,7 @@ impl<'a> Scan<'a> {
                 &mut self.scores,
             );
         } else {
-            score::<8>(
+            score_few(
                 self.simd,
                 &job,
                 &mut self.tile,
@@ -365,13 +365,20 @@ struct Job<'a> {
 
 dispatch! {
     /// `scores[i]` for each of `job.positions`, as `index_score_ref`, bit for bit.
-    fn score<const W: usize>(
+    fn score<16>(
+        job: &Job<'_>, tile: &mut Tile, terms: &mut Vec<f32>, scores: &mut [f32],
+    ) = score_body
+}
+
+dispatch! {
+    /// [`score`] for at most 8 heads.
+    fn score_few<8>(
         job: &Job<'_>, tile: &mut Tile, terms: &mut Vec<f32>, scores: &mut [f32],
     ) = score_body
 }
 
 #[inline(always)]
-fn score_body<const R: usize, const W: usize>(
+fn score_body<V: Vectors<W>, const R: usize, const W: usize>(
     job: &Job<'_>,
     tile: &mut Tile,
     terms: &mut Vec<f32>,
@@ -392,15 +399,17 @@ fn score_body<const R: usize, const W: usize>(
     terms.resize(R * padded, 0.0);
     for r0 in (0..positions.len()).step_by(R) {
         for (i, panel) in panels.chunks_exact(tile.blocks() * COLS * W).enumerate() {
-            let weights = &weights[i * W..][..W];
-            let dots = tile.dots::<R, W>(r0, panel);
-            for r in 0..R {
-                let terms = &mut terms[r * padded + i * W..][..W];
-                for w in 0..W {
-                    let s = round_bf16(dots[r][w]);
-                    let s = if s < 0.0 { 0.0 } else { s };
-                    terms[w] = round_bf16(s * weights[w]);
-                }
+            let dots = tile.dots::<V::Of, R, W>(r0, panel);
+            for (r, dots) in dots.into_iter().enumerate() {
+                let (terms, _) = terms[r * padded..][..padded].as_chunks_mut::<W>();
+                dots.store(&mut terms[i]);
+            }
+        }
+        for terms in terms.chunks_exact_mut(padded) {
+            for (term, weight) in terms.iter_mut().zip(weights) {
+                let s = round_bf16(*term);
+                let s = if s < 0.0 { 0.0 } else { s };
+                *term = round_bf16(s * weight);
             }
         }
         // Heads in ascending order; the rows' chains are independent and overlap.

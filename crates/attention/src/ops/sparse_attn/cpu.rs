@@ -7,7 +7,7 @@ use half::bf16;
 use rayon::prelude::*;
 
 use super::{KvRows, NO_MAX, valid_rows};
-use crate::ops::simd::{Simd, dispatch, exp, round_bf16};
+use crate::ops::simd::{Lanes, Simd, Vectors, dispatch, exp, round_bf16};
 use crate::ops::tile::{COLS, TILE, Tile, pack_heads};
 
 /// Heads a thread takes at least when a query is split: enough to repay widening the rows again.
@@ -49,9 +49,9 @@ fn sparse_attn_with<'a>(
         let n = out.len() / dim;
         let q = &q[t * row + h0 * dim..][..n * dim];
         if n > 8 {
-            attend::<16>(simd, q, &sink[h0..h0 + n], scale, scratch, out);
+            attend(simd, q, &sink[h0..h0 + n], scale, scratch, out);
         } else {
-            attend::<8>(simd, q, &sink[h0..h0 + n], scale, scratch, out);
+            attend_few(simd, q, &sink[h0..h0 + n], scale, scratch, out);
         }
     };
     if !parallel {
@@ -89,11 +89,12 @@ struct Scratch<'a> {
     m: Vec<f32>,
     l: Vec<f32>,
     c: Vec<f32>,
+    sum: Vec<f32>,
 }
 
 impl Scratch<'_> {
     fn new(dim: usize) -> Self {
-        let [panels, p, o, m, l, c] = [const { Vec::new() }; 6];
+        let [panels, p, o, m, l, c, sum] = [const { Vec::new() }; 7];
         Self {
             rows: Vec::new(),
             tile: Tile::new(dim),
@@ -103,19 +104,27 @@ impl Scratch<'_> {
             m,
             l,
             c,
+            sum,
         }
     }
 }
 
 dispatch! {
     /// One query's heads `q: [n, dim]` over `scratch.rows`.
-    fn attend<const W: usize>(
+    fn attend<16>(
+        q: &[bf16], sink: &[f32], scale: f32, scratch: &mut Scratch<'_>, out: &mut [bf16],
+    ) = attend_body
+}
+
+dispatch! {
+    /// [`attend`] for at most 8 heads.
+    fn attend_few<8>(
         q: &[bf16], sink: &[f32], scale: f32, scratch: &mut Scratch<'_>, out: &mut [bf16],
     ) = attend_body
 }
 
 #[inline(always)]
-fn attend_body<const R: usize, const W: usize>(
+fn attend_body<V: Vectors<W> + Vectors<COLS>, const R: usize, const W: usize>(
     q: &[bf16],
     sink: &[f32],
     scale: f32,
@@ -131,6 +140,7 @@ fn attend_body<const R: usize, const W: usize>(
         m,
         l,
         c,
+        sum,
     } = scratch;
     if rows.is_empty() {
         out.fill(bf16::ZERO);
@@ -146,32 +156,30 @@ fn attend_body<const R: usize, const W: usize>(
     reset(m, padded, NO_MAX);
     reset(l, padded, 0.0);
     reset(c, padded, 0.0);
+    reset(sum, padded, 0.0);
 
     for rows in rows.chunks(TILE) {
         for (r, row) in rows.iter().enumerate() {
             tile.set_row(r, row);
         }
         for (i, panel) in panels.chunks_exact(blocks * COLS * W).enumerate() {
-            let w0 = i * W;
             // Whole groups of R rows: the last group's surplus is stale and never read.
             for r0 in (0..rows.len()).step_by(R) {
-                let dots = tile.dots::<R, W>(r0, panel);
-                for i in 0..R {
-                    let p = &mut p[(r0 + i) * padded + w0..][..W];
-                    for w in 0..W {
-                        p[w] = dots[i][w] * scale;
-                    }
+                let dots = tile.dots::<<V as Vectors<W>>::Of, R, W>(r0, panel);
+                let scale = <V as Vectors<W>>::Of::splat(scale);
+                for (r, dots) in dots.into_iter().enumerate() {
+                    let (p, _) = p[(r0 + r) * padded..][..padded].as_chunks_mut::<W>();
+                    dots.mul(scale).store(&mut p[i]);
                 }
             }
-            let (m, l, c) = (&mut m[w0..][..W], &mut l[w0..][..W], &mut c[w0..][..W]);
-            softmax::<W>(&mut p[w0..], padded, rows.len(), m, l, c);
         }
+        softmax(&mut p[..rows.len() * padded], m, l, c, sum);
         for b in 0..blocks {
             let values = &tile.block(b)[..rows.len() * COLS];
             let o = &mut o[b * padded * COLS..][..padded * COLS];
             for h0 in (0..heads).step_by(R) {
                 let o = &mut o[h0 * COLS..][..R * COLS];
-                accumulate::<R>(values, &p[h0..], padded, &c[h0..][..R], o);
+                accumulate::<<V as Vectors<COLS>>::Of, R>(values, &p[h0..], padded, &c[h0..], o);
             }
         }
     }
@@ -192,60 +200,57 @@ fn reset(v: &mut Vec<f32>, len: usize, value: f32) {
     v.resize(len, value);
 }
 
-/// One step of the recurrence for `W` heads: scores `p[r * stride..][..W]` become rounded
-/// probabilities, `m` and `l` move on, `c` receives the correction of `o`.
+/// One step of the recurrence for all heads: scores `p: [rows][heads]` become rounded probabilities,
+/// `m` and `l` move on, `c` receives the correction of `o`.
 #[inline(always)]
-fn softmax<const W: usize>(
-    p: &mut [f32],
-    stride: usize,
-    rows: usize,
-    m: &mut [f32],
-    l: &mut [f32],
-    c: &mut [f32],
-) {
-    let mut top = [0f32; W];
-    top.copy_from_slice(m);
-    for r in 0..rows {
-        let s = &p[r * stride..][..W];
-        for w in 0..W {
-            top[w] = if s[w] > top[w] { s[w] } else { top[w] };
+fn softmax(p: &mut [f32], m: &mut [f32], l: &mut [f32], c: &mut [f32], sum: &mut [f32]) {
+    let heads = m.len();
+    // c holds the old maximum until it becomes the correction.
+    c.copy_from_slice(m);
+    for s in p.chunks_exact(heads) {
+        for (m, s) in m.iter_mut().zip(s) {
+            *m = if *s > *m { *s } else { *m };
         }
     }
-    let mut sum = [0f32; W];
-    for r in 0..rows {
-        let p = &mut p[r * stride..][..W];
-        for w in 0..W {
-            let e = exp(p[w] - top[w]);
-            sum[w] += e;
-            p[w] = round_bf16(e);
+    sum.fill(0.0);
+    for p in p.chunks_exact_mut(heads) {
+        for ((p, sum), m) in p.iter_mut().zip(sum.iter_mut()).zip(&*m) {
+            let e = exp(*p - m);
+            *sum += e;
+            *p = round_bf16(e);
         }
     }
-    for w in 0..W {
-        c[w] = exp(m[w] - top[w]);
-        l[w] = l[w].mul_add(c[w], sum[w]);
-        m[w] = top[w];
+    for (((c, l), m), sum) in c.iter_mut().zip(l).zip(m).zip(sum) {
+        *c = exp(*c - *m);
+        *l = l.mul_add(*c, *sum);
     }
 }
 
 /// `o[h] = o[h] * c[h] + sum over rows of p[row][h] * values[row]` for `R` heads and one column block.
 #[inline(always)]
-fn accumulate<const R: usize>(values: &[f32], p: &[f32], stride: usize, c: &[f32], o: &mut [f32]) {
-    let mut acc = [[0f32; COLS]; R];
-    for i in 0..R {
-        for j in 0..COLS {
-            acc[i][j] = o[i * COLS + j] * c[i];
-        }
+fn accumulate<V: Lanes<COLS>, const R: usize>(
+    values: &[f32],
+    p: &[f32],
+    stride: usize,
+    c: &[f32],
+    o: &mut [f32],
+) {
+    let (o, _) = o.as_chunks_mut::<COLS>();
+    let o = &mut o[..R];
+    let mut acc = [V::splat(0.0); R];
+    for h in 0..R {
+        acc[h] = V::load(&o[h]).mul(V::splat(c[h]));
     }
-    for (r, v) in values.chunks_exact(COLS).enumerate() {
+    let (values, _) = values.as_chunks::<COLS>();
+    for (r, v) in values.iter().enumerate() {
+        let v = V::load(v);
         let p = &p[r * stride..][..R];
-        for i in 0..R {
-            for j in 0..COLS {
-                acc[i][j] = p[i].mul_add(v[j], acc[i][j]);
-            }
+        for h in 0..R {
+            acc[h] = acc[h].add_product(V::splat(p[h]), v);
         }
     }
-    for i in 0..R {
-        o[i * COLS..][..COLS].copy_from_slice(&acc[i]);
+    for h in 0..R {
+        acc[h].store(&mut o[h]);
     }
 }
 
