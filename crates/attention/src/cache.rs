@@ -64,6 +64,11 @@ impl WindowCache {
         self.kv.write(kv, &plan.ring_slots)
     }
 
+    /// Puts `rows: [n, head_dim]` into the ring rows `slots: [n]` i32, skipping `-1`.
+    pub(crate) fn write_rows(&mut self, rows: &Tensor, slots: &Tensor) -> Result<()> {
+        self.kv.write(rows, slots)
+    }
+
     /// Makes the ring of slot `to` equal to that of slot `from`.
     ///
     /// # Errors

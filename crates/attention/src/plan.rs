@@ -162,7 +162,7 @@ impl AttnPlan {
     }
 }
 
-fn check_chunks(chunks: &[ChunkSpec], geometry: &CacheGeometry) -> Result<()> {
+pub(crate) fn check_chunks(chunks: &[ChunkSpec], geometry: &CacheGeometry) -> Result<()> {
     let mut total = 0usize;
     for (i, chunk) in chunks.iter().enumerate() {
         geometry.check_slot(chunk.slot)?;
@@ -277,7 +277,7 @@ fn group_row(pos: u32, chunk: &ChunkSpec, first: u32, pending: &SlotMap) -> Resu
 }
 
 /// For each token of the chunk the ring row it is written to, or -1.
-fn push_ring_slots(out: &mut Vec<i32>, chunk: &ChunkSpec, map: &SlotMap) -> Result<()> {
+pub(crate) fn push_ring_slots(out: &mut Vec<i32>, chunk: &ChunkSpec, map: &SlotMap) -> Result<()> {
     let kept = kept_positions(chunk, map.capacity());
     for pos in chunk.positions() {
         out.push(if kept.contains(&pos) { map.row(pos)? as i32 } else { -1 });

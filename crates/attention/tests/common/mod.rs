@@ -1,5 +1,5 @@
 //! One layer with its caches, driven step by step.
-#![allow(dead_code, reason = "every test binary uses its own part")]
+#![allow(dead_code, unreachable_pub, reason = "every test binary uses its own part")]
 
 use std::collections::HashMap;
 use std::sync::Arc;
