@@ -1,0 +1,242 @@
+// topk_rows: the k highest of a row of sortable 16-bit keys, in ascending order of position.
+//
+// Maths    the k largest keys, lower position among equals; key 0 is never chosen
+// Layout   keys [T, ld] u16; spans [T] int2 {row of position 0, -} or null (then 0); blocks [T, B] i32 or null as in
+//          index_scores; out [T, k] i32: row of position 0 + position, -1 at the tail only
+// Grid     topk_rows: one block of 1024 per row, n <= 32768. Longer rows: topk_part_hist, topk_part_count,
+//          topk_part_write, each (parts, T) blocks of 256, parts = ceil(n / 8192) <= 1024; workspace per row:
+//          hist [2048] u32 (zero before the first use, zero again after the last kernel), part [parts][33] u32, header [2] u32
+// Numerics integers
+// Checked  tests_cuda/check.cu, crates/attention/tests
+#include "../common/util.cuh"
+
+// The thread's 32 consecutive keys, two a register; keys past n read as 0.
+__device__ __forceinline__ void load_keys(uint32_t (&v)[16], const uint16_t* row, int at, int n) {
+    if (at + 32 <= n && (reinterpret_cast<uintptr_t>(row + at) & 15) == 0) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            uint4 p = reinterpret_cast<const uint4*>(row + at)[i];
+            v[4 * i] = p.x; v[4 * i + 1] = p.y; v[4 * i + 2] = p.z; v[4 * i + 3] = p.w;
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+            uint32_t lo = at + 2 * i < n ? row[at + 2 * i] : 0, hi = at + 2 * i + 1 < n ? row[at + 2 * i + 1] : 0;
+            v[i] = lo | hi << 16;
+        }
+    }
+}
+#define KEY(v, i) ((v)[(i) >> 1] >> (16 * ((i) & 1)) & 0xffffu)
+
+__device__ __forceinline__ int32_t row_of(int pos, const int2* spans, const int32_t* blocks, int t, int B, int block) {
+    int base = spans ? spans[t].x : 0;
+    return base + (blocks ? blocks[(int64_t)t * B + pos / block] * block + pos % block : pos);
+}
+
+// Exclusive sum over the block of a pair of counts packed as lo | hi << 16 | ..: 64-bit to hold both.
+__device__ __forceinline__ uint64_t exclusive(uint64_t v, uint64_t* scratch) {
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+    uint64_t inc = v;
+#pragma unroll
+    for (int o = 1; o < 32; o <<= 1) {
+        uint64_t a = __shfl_up_sync(FULL, inc, o);
+        if (lane >= o) inc += a;
+    }
+    if (lane == 31) scratch[warp] = inc;
+    __syncthreads();
+    if (warp == 0) {
+        uint64_t s = lane < warps ? scratch[lane] : 0;
+#pragma unroll
+        for (int o = 1; o < 32; o <<= 1) {
+            uint64_t a = __shfl_up_sync(FULL, s, o);
+            if (lane >= o) s += a;
+        }
+        scratch[lane] = s;
+    }
+    __syncthreads();
+    return inc - v + (warp ? scratch[warp - 1] : 0);
+}
+
+// Writes this thread's chosen keys: all above `thr`, and of those equal to it the first `need_eq` of the row.
+// gt/eq: chosen and equal keys before this thread. A chosen key's place is the number of chosen keys before it.
+__device__ __forceinline__ void emit(const uint32_t (&v)[16], int at, uint32_t thr, uint32_t need_eq, uint32_t gt, uint32_t eq, int32_t* out, int t,
+                                     const int2* spans, const int32_t* blocks, int B, int block) {
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+        uint32_t key = KEY(v, i);
+        if (key > thr || (key == thr && key && eq < need_eq)) out[gt + min(eq, need_eq)] = row_of(at + i, spans, blocks, t, B, block);
+        gt += key > thr;
+        eq += key == thr;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(1024) topk_rows(const uint16_t* keys, const int2* spans, const int32_t* blocks, int32_t* out, int n, int64_t ld,
+                                                             int k, int B, int block) {
+    __shared__ uint32_t counts[2][32][4];
+    __shared__ uint64_t scratch[32];
+    int t = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, at = threadIdx.x * 32;
+    uint32_t v[16];
+    load_keys(v, keys + t * ld, at, n);
+    // The largest thr with at least k keys >= thr, two bits at a time; stays 0 when fewer than k keys are non-zero.
+    uint32_t thr = 0, above = 0;
+    for (int pass = 0; pass < 8; ++pass) {
+        int shift = 14 - 2 * pass;
+        uint32_t c1 = 0, c2 = 0, c3 = 0, t1 = thr + (1u << shift), t2 = thr + (2u << shift), t3 = thr + (3u << shift);
+#pragma unroll
+        for (int i = 0; i < 32; ++i) {
+            uint32_t key = KEY(v, i);
+            c1 += key >= t1; c2 += key >= t2; c3 += key >= t3;
+        }
+        c1 = __reduce_add_sync(FULL, c1); c2 = __reduce_add_sync(FULL, c2); c3 = __reduce_add_sync(FULL, c3);
+        uint32_t(&c)[32][4] = counts[pass & 1];
+        if (lane == 0) { c[warp][0] = c1; c[warp][1] = c2; c[warp][2] = c3; }
+        __syncthreads();
+        c1 = __reduce_add_sync(FULL, c[lane][0]); c2 = __reduce_add_sync(FULL, c[lane][1]); c3 = __reduce_add_sync(FULL, c[lane][2]);
+        if (c3 >= (uint32_t)k) thr = t3;
+        else if (c2 >= (uint32_t)k) { thr = t2; above = c3; }
+        else if (c1 >= (uint32_t)k) { thr = t1; above = c2; }
+        else above = c1;
+    }
+    uint64_t mine = 0;
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+        uint32_t key = KEY(v, i);
+        mine += (uint64_t)(key > thr) << 32 | (key == thr);
+    }
+    uint64_t before = exclusive(mine, scratch);
+    uint32_t need_eq = thr ? (uint32_t)k - above : 0;
+    int32_t* row = out + (int64_t)t * k;
+    emit(v, at, thr, need_eq, (uint32_t)(before >> 32), (uint32_t)before, row, t, spans, blocks, B, block);
+    uint32_t chosen = above + need_eq;
+    for (int i = chosen + threadIdx.x; i < k; i += blockDim.x) row[i] = -1;
+}
+
+// ---- rows longer than one block holds ---------------------------------------------------------------------
+// The digit is 11 + 5 bits: bf16 scores share few exponents, and 256 bins would be a handful of hot counters.
+extern "C" __global__ void __launch_bounds__(256) topk_part_hist(const uint16_t* keys, uint32_t* hist, int n, int64_t ld) {
+    __shared__ uint32_t h[2048];
+    for (int i = threadIdx.x; i < 2048; i += 256) h[i] = 0;
+    __syncthreads();
+    uint32_t v[16];
+    load_keys(v, keys + blockIdx.y * ld, blockIdx.x * 8192 + threadIdx.x * 32, n);
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+        uint32_t key = KEY(v, i);
+        if (key) atomicAdd(&h[key >> 5], 1);
+    }
+    __syncthreads();
+    uint32_t* g = hist + (int64_t)blockIdx.y * 2048;
+    for (int i = threadIdx.x; i < 2048; i += 256)
+        if (h[i]) atomicAdd(&g[i], h[i]);
+}
+
+// header[0] = threshold bin (0 when fewer than k keys are non-zero), header[1] = keys in higher bins.
+extern "C" __global__ void __launch_bounds__(256) topk_part_count(const uint16_t* keys, const uint32_t* hist, uint32_t* part, uint32_t* header, int n, int64_t ld,
+                                                                  int k) {
+    __shared__ uint64_t scratch[32];
+    __shared__ uint32_t low[32], found[2], gt_total;
+    int t = blockIdx.y, lane = threadIdx.x & 31;
+    // Thread i holds bins 2047-8i .. 2040-8i: an exclusive sum counts the keys above them.
+    const uint32_t* g = hist + (int64_t)t * 2048 + 2040 - 8 * threadIdx.x;
+    uint32_t b[8], sum = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) { b[i] = g[7 - i]; sum += b[i]; }
+    if (threadIdx.x < 32) low[threadIdx.x] = 0;
+    if (threadIdx.x == 0) { found[0] = 0; found[1] = 0; gt_total = 0; }
+    uint32_t above = (uint32_t)exclusive(sum, scratch);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        if (above < (uint32_t)k && above + b[i] >= (uint32_t)k) { found[0] = 2047 - 8 * threadIdx.x - i; found[1] = above; }
+        above += b[i];
+    }
+    __syncthreads();
+    uint32_t bin = found[0], v[16], gt = 0;
+    load_keys(v, keys + t * ld, blockIdx.x * 8192 + threadIdx.x * 32, n);
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+        uint32_t key = KEY(v, i);
+        gt += key && key >> 5 > bin;
+        if (key && key >> 5 == bin) atomicAdd(&low[key & 31], 1);
+    }
+    gt = __reduce_add_sync(FULL, gt);
+    if (lane == 0) atomicAdd(&gt_total, gt);
+    __syncthreads();
+    uint32_t* p = part + ((int64_t)t * gridDim.x + blockIdx.x) * 33;
+    if (threadIdx.x < 32) p[1 + threadIdx.x] = low[threadIdx.x];
+    if (threadIdx.x == 0) {
+        p[0] = gt_total;
+        if (blockIdx.x == 0) { header[2 * t] = bin; header[2 * t + 1] = found[1]; }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256) topk_part_write(const uint16_t* keys, uint32_t* hist, const uint32_t* part, const uint32_t* header,
+                                                                  const int2* spans, const int32_t* blocks, int32_t* out, int n, int64_t ld, int k, int B,
+                                                                  int block) {
+    __shared__ uint64_t scratch[32];
+    __shared__ uint32_t thr_s, need_s, chosen_s, gt_s, eq_s;
+    int t = blockIdx.y, parts = gridDim.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    if (threadIdx.x == 0) { gt_s = 0; eq_s = 0; }
+    __shared__ uint32_t sums[8][32];
+    const uint32_t* pt = part + (int64_t)t * parts * 33;
+    uint32_t s = 0;
+    for (int p = warp; p < parts; p += 8) s += pt[p * 33 + 1 + lane];
+    sums[warp][lane] = s;
+    __syncthreads();
+    if (warp == 0) {
+        s = 0;
+        for (int w = 0; w < 8; ++w) s += sums[w][lane];
+        uint32_t bin = header[2 * t], above = header[2 * t + 1], suffix = s;
+        // suffix = keys of the bin with a low part >= lane.
+#pragma unroll
+        for (int o = 1; o < 32; o <<= 1) {
+            uint32_t a = __shfl_down_sync(FULL, suffix, o);
+            if (lane + o < 32) suffix += a;
+        }
+        uint32_t total = __shfl_sync(FULL, suffix, 0);
+        // No threshold bin: every non-zero key is chosen, and thr = 0 says so.
+        bool all = above + total < (uint32_t)k || (bin == 0 && above == 0 && total == 0);
+        uint32_t ok = __ballot_sync(FULL, above + suffix >= (uint32_t)k);
+        int low = ok ? 31 - __clz(ok) : 0;
+        uint32_t ge = __shfl_sync(FULL, suffix, low), at = __shfl_sync(FULL, s, low);
+        if (lane == 0) {
+            thr_s = all || !ok ? 0 : bin << 5 | (uint32_t)low;
+            need_s = all || !ok ? 0 : (uint32_t)k - (above + ge - at);
+            chosen_s = (uint32_t)k;
+        }
+    }
+    __syncthreads();
+    uint32_t thr = thr_s, need_eq = need_s;
+    // Keys above and at the threshold in earlier parts; without a threshold, bin is 0 and p[0] misses its low keys.
+    uint32_t gt = 0, eq = 0;
+    for (int p = threadIdx.x; p < (int)blockIdx.x; p += 256) {
+        const uint32_t* q = pt + p * 33;
+        gt += q[0];
+        for (int l = 0; l < 32; ++l) {
+            uint32_t key = header[2 * t] << 5 | (uint32_t)l;
+            gt += key > thr ? q[1 + l] : 0;
+            eq += key == thr ? q[1 + l] : 0;
+        }
+    }
+    gt = __reduce_add_sync(FULL, gt);
+    eq = __reduce_add_sync(FULL, eq);
+    if (lane == 0) { atomicAdd(&gt_s, gt); atomicAdd(&eq_s, eq); }
+    uint32_t v[16];
+    int at = blockIdx.x * 8192 + threadIdx.x * 32;
+    load_keys(v, keys + t * ld, at, n);
+    uint64_t mine = 0;
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+        uint32_t key = KEY(v, i);
+        mine += (uint64_t)(key > thr) << 32 | (key == thr);
+    }
+    uint64_t before = exclusive(mine, scratch);
+    int32_t* row = out + (int64_t)t * k;
+    emit(v, at, thr, need_eq, gt_s + (uint32_t)(before >> 32), eq_s + (uint32_t)before, row, t, spans, blocks, B, block);
+    if (blockIdx.x == gridDim.x - 1) {
+        if (threadIdx.x == 255) chosen_s = thr ? (uint32_t)k : gt_s + (uint32_t)((before + mine) >> 32);
+        __syncthreads();
+        for (int i = chosen_s + threadIdx.x; i < k; i += 256) row[i] = -1;
+    }
+    // The histogram is not read any more: leave it zero for the next call.
+    for (int i = blockIdx.x * 256 + threadIdx.x; i < 2048; i += parts * 256) hist[(int64_t)t * 2048 + i] = 0;
+}

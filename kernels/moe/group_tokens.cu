@@ -1,0 +1,71 @@
+// group_tokens: which (token, slot) pairs each expert of this rank works on, as tiles of bounded size.
+//
+// Maths    pairs p = t*k + slot sorted by (expert, p); each expert's run is cut into tiles of `tile` pairs
+// Layout   experts [P] u32 (P = T*k). Out: order [P] i32 (pairs of this rank's experts first, sorted; then -1),
+//          inverse [P] i32 (where a pair went, -1 if another rank's), tiles [min(P, n_local + P/tile)] int4
+//          {local expert, first position in order, pairs, 0}, count [1] i32 = tiles used
+// Grid     one block of 512; 4 * (17 * n_local + 1) bytes of dynamic shared memory
+// Numerics integers; a pair's place comes from ranks, not from the order of atomics, so the result is reproducible
+// Checked  tests_cuda/check.cu, crates/moe/tests
+#include "../common/util.cuh"
+
+extern "C" __global__ void __launch_bounds__(512) group_tokens(const uint32_t* experts, int32_t* order, int32_t* inverse, int4* tiles, int32_t* count,
+                                                               int P, uint32_t first, int n_local, int tile) {
+    constexpr int WARPS = 16;
+    extern __shared__ int32_t sh[];
+    int32_t *start = sh, *fill = sh + n_local + 1;  // start [n_local + 1], fill [WARPS][n_local]
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    for (int i = threadIdx.x; i < WARPS * n_local; i += blockDim.x) fill[i] = 0;
+    __syncthreads();
+    // Each warp owns a contiguous range of pairs and counts its experts.
+    int per = ((P + WARPS - 1) / WARPS + 31) & ~31, lo = min(warp * per, P), hi = min(lo + per, P);
+    int32_t* mine = fill + warp * n_local;
+    for (int p = lo + lane; p < hi; p += 32) {
+        uint32_t e = experts[p] - first;
+        if (e < (uint32_t)n_local) atomicAdd(&mine[e], 1);
+    }
+    __syncthreads();
+    if (warp == 0) {
+        // Exclusive sums of pairs and of tiles over the experts.
+        int pairs = 0, n_tiles = 0;
+        for (int e0 = 0; e0 < n_local; e0 += 32) {
+            int e = e0 + lane, c = 0;
+            if (e < n_local)
+                for (int w = 0; w < WARPS; ++w) c += fill[w * n_local + e];
+            int tc = (c + tile - 1) / tile, sc = c, st = tc;
+            for (int o = 1; o < 32; o <<= 1) {
+                int a = __shfl_up_sync(FULL, sc, o), b = __shfl_up_sync(FULL, st, o);
+                if (lane >= o) { sc += a; st += b; }
+            }
+            int at = pairs + sc - c, tat = n_tiles + st - tc;
+            if (e < n_local) start[e] = at;
+            for (int i = 0; i < tc; ++i) tiles[tat + i] = make_int4(e, at + i * tile, min(tile, c - i * tile), 0);
+            pairs += __shfl_sync(FULL, sc, 31);
+            n_tiles += __shfl_sync(FULL, st, 31);
+        }
+        if (lane == 0) { start[n_local] = pairs; *count = n_tiles; }
+    }
+    __syncthreads();
+    for (int p = start[n_local] + threadIdx.x; p < P; p += blockDim.x) order[p] = -1;
+    for (int e = threadIdx.x; e < n_local; e += blockDim.x) {
+        int at = start[e];
+        for (int w = 0; w < WARPS; ++w) {
+            int c = fill[w * n_local + e];
+            fill[w * n_local + e] = at;
+            at += c;
+        }
+    }
+    __syncthreads();
+    for (int p0 = lo; p0 < hi; p0 += 32) {
+        int p = p0 + lane;
+        uint32_t e = p < hi ? experts[p] - first : 0xffffffffu;
+        bool ours = e < (uint32_t)n_local;
+        uint32_t same = __match_any_sync(FULL, e);
+        int at = ours ? mine[e] + __popc(same & ((1u << lane) - 1)) : -1;
+        __syncwarp();
+        if (ours && (same & ((1u << lane) - 1)) == 0) mine[e] += __popc(same);
+        __syncwarp();
+        if (p < hi) inverse[p] = at;
+        if (ours) order[at] = p;
+    }
+}

@@ -1,0 +1,166 @@
+// Gate, grouping, experts, combination.
+#pragma once
+
+static void check_gate() {
+    for (int func = 0; func < 3; ++func)
+        for (auto [T, E, k] : {std::tuple{1, 384, 6}, {5, 6, 3}, {9, 16, 4}, {130, 384, 6}, {3, 128, 3}}) {
+            std::vector<float> logits(T * E), bias(E), vl(E);
+            std::vector<uint8_t> mask(T);
+            for (auto& v : logits) v = roundf(normal() * 40) / 8;  // many ties
+            for (auto& v : bias) v = roundf(normal() * 4) / 8;
+            for (auto& v : vl) v = roundf(normal() * 4) / 8;
+            for (auto& m : mask) m = pick(0, 1);
+            logits[0] = -20; logits[1] = 89; logits[2] = 100; logits[3] = -16.7f;
+            Dev<float> dl(logits), db(bias), dv(vl), w(T * k), w2(T * k);
+            Dev<uint8_t> dm(mask);
+            Dev<uint32_t> e(T * k), e2(T * k);
+            launch("moe/topk_gate", dim3((T + 3) / 4), 128, 0, dl.p, db.p, dv.p, dm.p, (uint32_t*)nullptr, w.p, e.p, T, E, k, func, 1.3f, 1, 1.5f);
+            launch("moe/topk_gate", dim3((T + 3) / 4), 128, 0, dl.p, db.p, dv.p, dm.p, e.p, w2.p, e2.p, T, E, k, func, 1.3f, 1, 1.5f);
+            auto ge = e.get();
+            auto gw = w.get();
+            bool order_ok = true;
+            std::vector<float> want_w;
+            for (int t = 0; t < T; ++t) {
+                std::vector<double> s(E);
+                double mx = -1e30, sum = 0;
+                for (int i = 0; i < E; ++i) mx = std::max(mx, (double)logits[t * E + i] / 1.3f);
+                for (int i = 0; i < E; ++i) {
+                    double x = logits[t * E + i] / 1.3f;
+                    s[i] = func == 0 ? exp(x - mx) : func == 1 ? 1 / (1 + exp(-x)) : sqrt(x > 20 ? x : log1p(exp(x)));
+                    sum += s[i];
+                }
+                if (func == 0) for (auto& v : s) v /= sum;
+                double total = 0;
+                std::vector<bool> used(E);
+                for (int j = 0; j < k; ++j) {
+                    // Its key must be within rounding of the best that is left, and no equal logit+bias with a lower index may be skipped.
+                    int got = ge[t * k + j], best = -1;
+                    for (int i = 0; i < E; ++i)
+                        if (!used[i] && (best < 0 || s[i] + (mask[t] ? vl : bias)[i] > s[best] + (mask[t] ? vl : bias)[best])) best = i;
+                    double kb = s[best] + (mask[t] ? vl : bias)[best], kg = got < E ? s[got] + (mask[t] ? vl : bias)[got] : -1e9;
+                    if (used[got] || fabs(kb - kg) > 1e-5 * std::max(1.0, fabs(kb))) order_ok = false;
+                    for (int i = 0; i < got; ++i)
+                        if (!used[i] && logits[t * E + i] == logits[t * E + got] && (mask[t] ? vl : bias)[i] == (mask[t] ? vl : bias)[got]) order_ok = false;
+                    used[got] = true;
+                    total += s[got];
+                }
+                for (int j = 0; j < k; ++j) want_w.push_back((float)(s[ge[t * k + j]] / (total + 1e-20) * 1.5));
+            }
+            report("topk_gate experts", fmt("func %d T%d E%d k%d", func, T, E, k), order_ok, order_ok ? "order and ties right" : "wrong choice");
+            near("topk_gate weights", fmt("func %d T%d E%d k%d", func, T, E, k), gw, want_w, 1e-5);
+            same("topk_gate replay", fmt("func %d T%d E%d k%d", func, T, E, k), w2.get(), gw);
+        }
+}
+
+// Random distinct experts per token, all tokens' slots in one vector; skew sends many tokens to expert 0.
+static std::vector<uint32_t> random_experts(int T, int E, int k, bool skew) {
+    std::vector<uint32_t> e;
+    for (int t = 0; t < T; ++t) {
+        std::vector<uint32_t> mine;
+        while ((int)mine.size() < k) {
+            uint32_t c = skew && mine.empty() ? 0 : pick(0, E - 1);
+            if (std::find(mine.begin(), mine.end(), c) == mine.end()) mine.push_back(c);
+        }
+        e.insert(e.end(), mine.begin(), mine.end());
+    }
+    return e;
+}
+
+struct Groups {
+    Dev<uint32_t> experts;
+    Dev<int32_t> order, inverse, count, expert_at;
+    Dev<int4> tiles;
+    int max_tiles, P;
+};
+static Groups group(const std::vector<uint32_t>& e, int first, int n_local, int tile, bool check) {
+    int P = e.size(), max_tiles = std::min(P, n_local + P / tile);
+    Groups g{Dev<uint32_t>(e), Dev<int32_t>(P), Dev<int32_t>(P), Dev<int32_t>(1), Dev<int32_t>(), Dev<int4>(max_tiles), max_tiles, P};
+    launch("moe/group_tokens", dim3(1), 512, 4 * (17 * n_local + 1), g.experts.p, g.order.p, g.inverse.p, g.tiles.p, g.count.p, P, (uint32_t)first, n_local, tile);
+    std::vector<int32_t> order, inverse(P, -1), at;
+    std::vector<int4> tiles;
+    for (int x = 0; x < n_local; ++x) {
+        int start = order.size();
+        for (int p = 0; p < P; ++p)
+            if ((int)e[p] == first + x) { inverse[p] = order.size(); order.push_back(p); at.push_back(x); }
+        for (int i = start; i < (int)order.size(); i += tile) tiles.push_back(int4{x, i, std::min(tile, (int)order.size() - i), 0});
+    }
+    order.resize(P, -1);
+    at.resize(P, 0);
+    if (check) {
+        std::string s = fmt("P%d local %d+%d tile %d", P, first, n_local, tile);
+        same("group_tokens order", s, g.order.get(), order);
+        same("group_tokens inverse", s, g.inverse.get(), inverse);
+        auto gt = g.tiles.get();
+        gt.resize(tiles.size());
+        same("group_tokens tiles", s, gt, tiles);
+        same("group_tokens count", s, g.count.get(), std::vector<int32_t>{(int)tiles.size()});
+    }
+    g.expert_at = Dev<int32_t>(at);
+    return g;
+}
+
+static void check_experts(int f, int T, int E, int k, int dim, int inter, bool skew) {
+    auto e = random_experts(T, E, k, skew);
+    std::string shape = fmt("%s T%d E%d k%d %dx%d%s", FORMAT[f], T, E, k, dim, inter, skew ? " skew" : "");
+    auto g = group(e, 0, E, 8, dim < 1000);
+    auto w1 = rand_weight(f, wbytes(f, inter, dim) * E), w3 = rand_weight(f, wbytes(f, inter, dim) * E), w2 = rand_weight(f, wbytes(f, dim, inter) * E);
+    auto s1 = rand_u8(sbytes(f, inter, dim) * E, 2), s3 = rand_u8(sbytes(f, inter, dim) * E, 2), s2 = rand_u8(sbytes(f, dim, inter) * E, 2);
+    auto x = rand_bf16((size_t)T * dim, f == 2 ? 1.0f : 0.02f), shared = rand_bf16((size_t)T * dim);
+    auto weights = rand_f32(g.P);
+    Dev<bf16> h((size_t)g.P * inter), y((size_t)g.P * dim), out((size_t)T * dim), rh((size_t)g.P * inter), rq((size_t)g.P * inter);
+    Dev<float> ry((size_t)g.P * dim);
+    launch(fmt("moe/experts:experts_up_%s", FORMAT[f]), dim3(inter / 32, g.max_tiles), 256, 0, x.p, g.order.p, g.tiles.p, g.count.p, weights.p, w1.p, s1.p, w3.p, s3.p, h.p,
+           dim, inter, k, 10.0f);
+    launch(fmt("moe/experts:experts_down_%s", FORMAT[f]), dim3((dim + 31) / 32, g.max_tiles), 192, 0, h.p, g.tiles.p, g.count.p, w2.p, s2.p, y.p, dim, inter);
+    launch("moe/combine:moe_combine", dim3((dim / 8 + 127) / 128, T), 128, 0, y.p, g.inverse.p, g.experts.p, shared.p, out.p, (float*)nullptr, dim, k);
+    ref_up<<<((size_t)g.P * inter + 127) / 128, 128>>>(f, x, g.order, g.expert_at, weights, w1, s1, w3, s3, rh, g.P, dim, inter, k, 10.0f);
+    if (f != 2) launch("quant/act_quant", dim3(((size_t)g.P * inter / 8 + 255) / 256), 256, 0, rh.p, (uint8_t*)nullptr, (uint8_t*)nullptr, rq.p, (int64_t)g.P * inter / 8);
+    auto want_h = (f == 2 ? rh : rq).get();
+    // One bf16 ulp before the quantiser can move a value by an e4m3 step: the norm of the difference stays small.
+    near("experts_up", shape, h.get(), want_h, f == 2 ? 5e-3 : 1.5e-2);
+    ref_down<<<((size_t)g.P * dim + 127) / 128, 128>>>(f, h, g.order, g.expert_at, w2, s2, ry, g.P, dim, inter);
+    near("experts_down", shape, y.get(), ry.get(), 3e-3);
+    auto hy = y.get(), hs = shared.get();
+    auto inv = g.inverse.get();
+    std::vector<bf16> want;
+    for (int t = 0; t < T; ++t)
+        for (int d = 0; d < dim; ++d) {
+            std::vector<std::pair<uint32_t, int>> o;
+            for (int j = 0; j < k; ++j) o.push_back({e[t * k + j], inv[t * k + j]});
+            std::sort(o.begin(), o.end());
+            float s = 0;
+            for (auto [_, p] : o) s += to_f(hy[(size_t)p * dim + d]);
+            want.push_back(__float2bfloat16(s + to_f(hs[(size_t)t * dim + d])));
+        }
+    same("moe_combine", shape, out.get(), want);
+}
+
+static void check_moe() {
+    check_gate();
+    group(random_experts(700, 384, 6, true), 96, 96, 64, true);
+    group(random_experts(4096, 384, 6, false), 0, 384, 64, true);
+    group(random_experts(1, 384, 6, false), 0, 384, 8, true);
+    for (int f = 0; f < 3; ++f) {
+        check_experts(f, 5, 6, 3, 96, 64, false);
+        check_experts(f, 37, 6, 3, 160, 96, true);
+    }
+    check_experts(1, 1, 8, 6, 5120, 2304, false);
+    check_experts(1, 3, 8, 6, 5120, 2304, true);
+    // swiglu on its own
+    int T = 7, inter = 96;
+    auto gu = rand_bf16(T * 2 * inter, 8.0f);
+    auto w = rand_f32(T);
+    Dev<bf16> h(T * inter), fake(T * inter), wf(T * inter);
+    launch("moe/swiglu", dim3((T * inter / 8 + 255) / 256), 256, 0, gu.p, gu.p + inter, w.p, h.p, fake.p, (int64_t)T * inter / 8, inter, (int64_t)2 * inter, 10.0f);
+    auto hg = gu.get();
+    auto hw = w.get();
+    std::vector<float> want;
+    for (int t = 0; t < T; ++t)
+        for (int i = 0; i < inter; ++i) {
+            double a = std::min(10.0f, to_f(hg[t * 2 * inter + i])), b = std::max(-10.0f, std::min(10.0f, to_f(hg[t * 2 * inter + inter + i])));
+            want.push_back((float)(hw[t] * (a / (1 + exp(-a)) * b)));
+        }
+    near("swiglu", "7x96", h.get(), want, 3e-3);
+    launch("quant/act_quant", dim3((T * inter / 8 + 255) / 256), 256, 0, h.p, (uint8_t*)nullptr, (uint8_t*)nullptr, wf.p, (int64_t)T * inter / 8);
+    same("swiglu fake", "7x96", fake.get(), wf.get());
+}

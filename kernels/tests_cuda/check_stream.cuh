@@ -1,0 +1,240 @@
+// Hyper-connections, Engram, sampling.
+#pragma once
+
+static void sinkhorn_host(const double* m, const float* sc, const float* b, int iters, double eps, float* out) {
+    double c[16];
+    for (int i = 0; i < 4; ++i) {
+        out[i] = 1 / (1 + exp(-(m[i] * sc[0] + b[i]))) + eps;
+        out[4 + i] = 2 / (1 + exp(-(m[4 + i] * sc[1] + b[4 + i])));
+    }
+    for (int j = 0; j < 4; ++j) {
+        double mx = -1e30, s = 0;
+        for (int k = 0; k < 4; ++k) mx = std::max(mx, m[8 + j * 4 + k] * sc[2] + b[8 + j * 4 + k]);
+        for (int k = 0; k < 4; ++k) s += c[j * 4 + k] = exp(m[8 + j * 4 + k] * sc[2] + b[8 + j * 4 + k] - mx);
+        for (int k = 0; k < 4; ++k) c[j * 4 + k] = c[j * 4 + k] / s + eps;
+    }
+    for (int it = 0; it < iters; ++it) {
+        for (int j = 0; j < 4 && it; ++j) {
+            double s = eps;
+            for (int k = 0; k < 4; ++k) s += c[j * 4 + k];
+            for (int k = 0; k < 4; ++k) c[j * 4 + k] /= s;
+        }
+        for (int k = 0; k < 4; ++k) {
+            double s = eps;
+            for (int j = 0; j < 4; ++j) s += c[j * 4 + k];
+            for (int j = 0; j < 4; ++j) c[j * 4 + k] /= s;
+        }
+    }
+    for (int i = 0; i < 16; ++i) out[8 + i] = c[i];
+}
+
+static void check_hc_step(int T, int dim, int per, bool counter, bool post) {
+    int slices = (dim + 127) / 128, iters = 20, ld = 24;
+    auto x = rand_bf16((size_t)T * dim), res = rand_bf16((size_t)T * 4 * dim), w = rand_bf16(dim);
+    auto fn = rand_f32((size_t)24 * 4 * dim, 0.05f), scale = rand_f32(3, 1.0f), base = rand_f32(24, 1.0f), cin = rand_f32((size_t)T * 24, 1.0f);
+    Dev<bf16> stream((size_t)T * 4 * dim), out((size_t)T * dim), fake((size_t)T * dim), y((size_t)T * dim);
+    Dev<float> coef((size_t)T * 24), part((size_t)T * slices * 32);
+    int groups = (T + per - 1) / per;
+    Dev<uint32_t> cnt(groups);
+    cnt.zero();
+    for (int again = 0; again < 2; ++again) {
+        launch("hyperconn/hc_step", dim3(slices, groups), 128, 0, post ? x.p : nullptr, res.p, cin.p + 4, cin.p + 8, cin.p, fn.p, scale.p, base.p, w.p, stream.p, coef.p, out.p, fake.p, y.p,
+               part.p, counter ? cnt.p : nullptr, T, dim, per, ld, iters, 1e-6f, 1e-20f);
+        if (!counter)
+            launch("hyperconn/hc_step:hc_finish", dim3(T), 256, 0, part.p, y.p, scale.p, base.p, w.p, coef.p, out.p, fake.p, slices, dim, iters, 1e-6f, 1e-20f);
+    }
+    auto hx = x.get(), hr = res.get(), hw = w.get();
+    auto hf = fn.get(), hs = scale.get(), hb = base.get(), hc = cin.get();
+    std::vector<float> ws, wc, wo;
+    auto hst = stream.get();
+    for (int t = 0; t < T; ++t) {
+        std::vector<float> s(4 * dim);
+        for (int k = 0; k < 4; ++k)
+            for (int d = 0; d < dim; ++d) {
+                double v = hc[t * 24 + 4 + k] * (double)to_f(hx[t * dim + d]);
+                for (int j = 0; j < 4; ++j) v += hc[t * 24 + 8 + j * 4 + k] * (double)to_f(hr[(t * 4 + j) * dim + d]);
+                ws.push_back((float)v);
+                // Later steps use what the kernel rounded: errors of one step do not count twice.
+                s[k * dim + d] = post ? to_f(hst[((size_t)t * 4 + k) * dim + d]) : to_f(hr[((size_t)t * 4 + k) * dim + d]);
+            }
+        double m[24], sq = 0;
+        for (auto v : s) sq += (double)v * v;
+        for (int r = 0; r < 24; ++r) {
+            m[r] = 0;
+            for (int i = 0; i < 4 * dim; ++i) m[r] += (double)hf[(size_t)r * 4 * dim + i] * s[i];
+            m[r] /= sqrt(sq / (4 * dim) + 1e-20);
+        }
+        float o[24];
+        sinkhorn_host(m, hs.data(), hb.data(), iters, 1e-6, o);
+        wc.insert(wc.end(), o, o + 24);
+        std::vector<float> yv(dim);
+        double ysq = 0;
+        for (int d = 0; d < dim; ++d) {
+            float v = 0;
+            for (int c = 0; c < 4; ++c) v += hc[t * 24 + c] * s[c * dim + d];
+            yv[d] = to_f(__float2bfloat16(v));
+            ysq += (double)yv[d] * yv[d];
+        }
+        for (int d = 0; d < dim; ++d) wo.push_back((float)(to_f(hw[d]) * (yv[d] / sqrt(ysq / dim + 1e-20))));
+    }
+    std::string shape = fmt("T%d dim %d per %d%s%s", T, dim, per, counter ? " one launch" : "", post ? "" : " no post");
+    if (post) near("hc_step stream", shape, hst, ws, 3e-3);
+    near("hc_step coef", shape, coef.get(), wc, 1e-5);
+    near("hc_step out", shape, out.get(), wo, 4e-3);
+    Dev<bf16> wf((size_t)T * dim);
+    launch("quant/act_quant", dim3((T * dim / 8 + 255) / 256), 256, 0, out.p, (uint8_t*)nullptr, (uint8_t*)nullptr, wf.p, (int64_t)T * dim / 8);
+    same("hc_step fake", shape, fake.get(), wf.get());
+    if (!post) return;
+    // The parts against the fused kernel.
+    Dev<bf16> st2((size_t)T * 4 * dim), y2((size_t)T * dim);
+    std::vector<float> po, cm, pr;
+    for (int t = 0; t < T; ++t) {
+        pr.insert(pr.end(), &hc[t * 24], &hc[t * 24 + 4]);
+        po.insert(po.end(), &hc[t * 24 + 4], &hc[t * 24 + 8]);
+        cm.insert(cm.end(), &hc[t * 24 + 8], &hc[t * 24 + 24]);
+    }
+    Dev<float> dpo(po), dcm(cm), dpr(pr);
+    dim3 grid((dim / 8 + 127) / 128, T);
+    launch("hyperconn/hc_parts:hc_post", grid, 128, 0, x.p, res.p, dpo.p, dcm.p, st2.p, 4, dim);
+    launch("hyperconn/hc_parts:hc_pre", grid, 128, 0, st2.p, dpr.p, y2.p, 4, dim);
+    same("hc_post", shape, st2.get(), hst);
+    same("hc_pre", shape, y2.get(), y.get());
+    launch("hyperconn/hc_parts:hc_pre", grid, 128, 0, st2.p, (float*)nullptr, y2.p, 4, dim);
+    std::vector<float> mean;
+    for (int t = 0; t < T; ++t)
+        for (int d = 0; d < dim; ++d) { double s = 0; for (int c = 0; c < 4; ++c) s += to_f(hst[((size_t)t * 4 + c) * dim + d]); mean.push_back(s / 4); }
+    near("hc_mean", shape, y2.get(), mean, 3e-3);
+}
+static void check_hyperconn() {
+    check_hc_step(1, 5120, 1, true, true);
+    check_hc_step(3, 96, 1, true, true);
+    check_hc_step(3, 96, 2, true, false);
+    check_hc_step(37, 256, 8, false, true);
+    check_hc_step(9, 5120, 4, false, true);
+    int T = 200;
+    std::vector<float> m(T * 24), sc = {1.f, 0.7f, 1.3f}, b(24);
+    for (auto& v : m) v = normal() * 3;
+    for (auto& v : b) v = normal();
+    for (int i = 0; i < 24; ++i) { m[i] = i % 5 == 0 ? 80 : -80; m[24 + i] = 0; }
+    Dev<float> dm(m), ds(sc), db(b), out(T * 24);
+    launch("hyperconn/split_sinkhorn", dim3((T + 127) / 128), 128, 0, dm.p, ds.p, db.p, out.p, T, 20, 1e-6f);
+    std::vector<float> want(T * 24);
+    for (int t = 0; t < T; ++t) {
+        double x[24];
+        for (int i = 0; i < 24; ++i) x[i] = m[t * 24 + i];
+        sinkhorn_host(x, sc.data(), b.data(), 20, 1e-6, &want[t * 24]);
+    }
+    near("split_sinkhorn", "200 tokens, logits to +-80", out.get(), want, 1e-5);
+}
+
+static void check_engram() {
+    int T = 9, L = 2, N = 4, heads = 3, cols = (N - 1) * heads, vocab = 300;
+    std::vector<uint32_t> ids(T), hist(5), map(vocab), primes(L * cols), offs(L * cols);
+    std::vector<int64_t> mult(L * N);
+    std::vector<uint8_t> dead(T), dh(5, 0);
+    for (auto& v : ids) v = pick(0, vocab - 1);
+    for (auto& v : hist) v = pick(0, vocab - 1);
+    for (auto& v : map) v = pick(0, 200);
+    for (int i = 0; i < L * cols; ++i) { primes[i] = 1000003 + 2 * i; offs[i] = i * 1000100; }
+    for (auto& v : mult) v = ((int64_t)(g_rng() % 46539438283891ull)) * 2 + 1;
+    dead[4] = 1; dh[1] = 1;
+    std::vector<int> src(T * N);
+    for (int t = 0; t < T; ++t)
+        for (int s = 0; s < N; ++s) src[t * N + s] = t >= s ? t - s : (t == 0 && s > 2) ? -1 : -2 - (4 - (s - t - 1));
+    src[2 * N + 1] = -1;
+    Dev<uint32_t> di(ids), dhs(hist), dm(map), dp(primes), dof(offs), out(T * L * cols);
+    Dev<int64_t> dmul(mult);
+    Dev<uint8_t> dd(dead), ddh(dh);
+    Dev<int> dsrc(src);
+    launch("engram/engram_hash", dim3((T * L * cols + 127) / 128), 128, 0, di.p, dhs.p, dsrc.p, dd.p, ddh.p, dm.p, dmul.p, dp.p, dof.p, out.p, T, L, N, heads, 2u);
+    std::vector<uint32_t> want;
+    for (int t = 0; t < T; ++t)
+        for (int l = 0; l < L; ++l) {
+            uint64_t roll = 0;
+            bool blocked = false;
+            for (int s = 0; s < N; ++s) {
+                int x = src[t * N + s];
+                if (x == -1 || (x >= 0 ? dead[x] : dh[-2 - x])) blocked = true;
+                uint64_t term = blocked ? 2 : map[x >= 0 ? ids[x] : hist[-2 - x]];
+                roll ^= term * (uint64_t)mult[l * N + s];
+                for (int h = 0; h < heads && s; ++h) want.push_back(roll % primes[l * cols + (s - 1) * heads + h] + offs[l * cols + (s - 1) * heads + h]);
+            }
+        }
+    same("engram_hash", "T9 L2 N4 heads 3, dead and missing", out.get(), want);
+    for (int hd : {32, 64, 256})
+        for (bool host : {false, true}) {
+            int rows = 5000, c = 7, tt = 5;
+            auto codes = rand_u8((size_t)rows * hd, 1), scales = rand_u8((size_t)rows * hd / 32, 2);
+            std::vector<uint32_t> h(tt * (c + 2));
+            for (auto& v : h) v = pick(0, rows + 99);
+            Dev<uint32_t> dh2(h);
+            Dev<bf16> o((size_t)tt * c * hd);
+            auto hc = codes.get(), hs = scales.get();
+            uint8_t *pc = codes.p, *ps = scales.p, *mc = nullptr, *ms = nullptr;
+            if (host) {
+                CUDA(cudaHostAlloc(&mc, hc.size(), cudaHostAllocMapped));
+                CUDA(cudaHostAlloc(&ms, hs.size(), cudaHostAllocMapped));
+                memcpy(mc, hc.data(), hc.size());
+                memcpy(ms, hs.data(), hs.size());
+                CUDA(cudaHostGetDevicePointer(&pc, mc, 0));
+                CUDA(cudaHostGetDevicePointer(&ps, ms, 0));
+            }
+            launch("engram/engram_lookup", dim3((tt * c * (hd / 16) + 63) / 64), 64, 0, dh2.p, pc, ps, o.p, tt, c, c + 2, hd, 0u, (uint32_t)rows);
+            std::vector<bf16> w;
+            for (int t = 0; t < tt; ++t)
+                for (int j = 0; j < c; ++j)
+                    for (int d = 0; d < hd; ++d) {
+                        uint32_t r = h[t * (c + 2) + j];
+                        w.push_back(__float2bfloat16(r < (uint32_t)rows ? h_e4m3(hc[(size_t)r * hd + d]) * ldexpf(1, hs[(size_t)r * hd / 32 + d / 32] - 127) : 0.f));
+                    }
+            same("engram_lookup", fmt("hd %d, %s", hd, host ? "mapped host memory" : "device memory"), o.get(), w);
+            if (host) { CUDA(cudaFreeHost(mc)); CUDA(cudaFreeHost(ms)); }
+        }
+    for (auto [TT, C, dim] : {std::tuple{1, 4, 5120}, {5, 4, 96}, {3, 2, 64}}) {
+        auto st = rand_bf16((size_t)TT * C * dim), kv = rand_bf16((size_t)TT * (C + 1) * dim), wq = rand_bf16((size_t)C * dim), wk = rand_bf16((size_t)C * dim);
+        std::vector<uint8_t> mask(TT, 0);
+        if (TT > 1) mask[1] = 1;
+        Dev<uint8_t> dmask(mask);
+        Dev<bf16> o((size_t)TT * C * dim);
+        launch("engram/engram_gate", dim3(C, TT), 256, 0, st.p, kv.p, wq.p, wk.p, dmask.p, o.p, dim, 1e-20f, powf(dim, -0.5f));
+        auto s = st.get(), k = kv.get(), a = wq.get(), b = wk.get();
+        std::vector<float> w;
+        for (int t = 0; t < TT; ++t)
+            for (int c = 0; c < C; ++c) {
+                double dot = 0, hh = 0, kk = 0;
+                for (int d = 0; d < dim; ++d) {
+                    double h = to_f(s[(t * C + c) * dim + d]), key = to_f(k[(t * (C + 1) + c) * dim + d]);
+                    dot += h * to_f(a[c * dim + d]) * to_f(b[c * dim + d]) * key; hh += h * h; kk += key * key;
+                }
+                dot *= 1 / sqrt(hh / dim) / sqrt(kk / dim) / sqrt(dim);
+                double gate = mask[t] ? 0 : 1 / (1 + exp(-copysign(sqrt(std::max(fabs(dot), 1e-6)), dot)));
+                for (int d = 0; d < dim; ++d) w.push_back(to_f(s[(t * C + c) * dim + d]) + gate * to_f(k[(t * (C + 1) + C) * dim + d]));
+            }
+        near("engram_gate", fmt("T%d C%d dim %d", TT, C, dim), o.get(), w, 3e-3);
+    }
+}
+
+static void check_sample() {
+    for (int vocab : {5, 320, 129280}) {
+        std::vector<float> l(3 * vocab);
+        for (auto& v : l) v = roundf(normal() * 8);  // ties at the top
+        Dev<float> dl(l);
+        Dev<uint32_t> out(3);
+        launch("core/sample", dim3(3), 1024, 0, dl.p, out.p, vocab, 0.0f, (uint64_t)1, (uint64_t)0);
+        std::vector<uint32_t> want;
+        for (int r = 0; r < 3; ++r) want.push_back(std::max_element(&l[r * vocab], &l[(r + 1) * vocab]) - &l[r * vocab]);
+        same("sample greedy", fmt("vocab %d, ties", vocab), out.get(), want);
+    }
+    // 20000 draws from four tokens: shares within five standard deviations.
+    int R = 20000;
+    std::vector<float> l, p = {0.5f, 0.3f, 0.15f, 0.05f};
+    for (int r = 0; r < R; ++r) for (float x : p) l.push_back(0.7f * logf(x));
+    Dev<float> dl(l);
+    Dev<uint32_t> out(R);
+    launch("core/sample", dim3(R), 1024, 0, dl.p, out.p, 4, 0.7f, (uint64_t)g_rng(), (uint64_t)0);
+    std::vector<int> c(4);
+    for (auto v : out.get()) ++c[v & 3];
+    bool ok = true;
+    for (int i = 0; i < 4; ++i) ok &= fabs(c[i] - R * p[i]) < 5 * sqrt(R * p[i] * (1 - p[i]));
+    report("sample", "20000 draws at temperature 0.7", ok, fmt("%d %d %d %d", c[0], c[1], c[2], c[3]));
+}

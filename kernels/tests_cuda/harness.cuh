@@ -1,0 +1,187 @@
+// What the check and bench programs share: device buffers, kernels loaded from the built fatbins, timing, tables.
+#pragma once
+#include <cuda_runtime.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <algorithm>
+#include <functional>
+#include <map>
+#include <random>
+#include <string>
+#include <vector>
+#include "../common/formats.cuh"
+
+#define CUDA(x)                                                                                                   \
+    do {                                                                                                          \
+        cudaError_t e_ = (x);                                                                                     \
+        if (e_ != cudaSuccess) {                                                                                  \
+            fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #x, cudaGetErrorString(e_));                   \
+            exit(1);                                                                                              \
+        }                                                                                                         \
+    } while (0)
+
+inline std::string g_dir = ".";
+inline cudaStream_t g_stream = nullptr;
+
+// A kernel of a module by name: "quant/fp8_linear:fp8_linear_m8_t1" or "module" when both are one stem.
+inline cudaKernel_t kernel(const std::string& path) {
+    static std::map<std::string, cudaLibrary_t> libs;
+    static std::map<std::string, cudaKernel_t> kernels;
+    auto it = kernels.find(path);
+    if (it != kernels.end()) return it->second;
+    size_t c = path.find(':');
+    std::string mod = path.substr(0, c), stem = mod.substr(mod.find('/') + 1), name = c == std::string::npos ? stem : path.substr(c + 1);
+    if (!libs.count(stem)) CUDA(cudaLibraryLoadFromFile(&libs[stem], (g_dir + "/" + stem + ".fatbin").c_str(), nullptr, nullptr, 0, nullptr, nullptr, 0));
+    cudaKernel_t k;
+    if (cudaLibraryGetKernel(&k, libs[stem], name.c_str()) != cudaSuccess) {
+        fprintf(stderr, "no kernel %s in %s\n", name.c_str(), stem.c_str());
+        exit(1);
+    }
+    return kernels[path] = k;
+}
+template <typename... A>
+void launch(const std::string& path, dim3 grid, dim3 block, size_t smem, A... args) {
+    cudaKernel_t k = kernel(path);
+    if (smem > 48 * 1024) CUDA(cudaFuncSetAttribute((const void*)k, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem));
+    void* p[] = {(void*)&args...};
+    CUDA(cudaLaunchKernel((const void*)k, grid, block, p, smem, g_stream));
+}
+
+template <typename T>
+struct Dev {
+    T* p = nullptr;
+    size_t n = 0;
+    Dev() = default;
+    explicit Dev(size_t n) : n(n) { CUDA(cudaMalloc(&p, std::max<size_t>(n, 1) * sizeof(T) + 256)); poison(); }
+    Dev(const std::vector<T>& v) : Dev(v.size()) { CUDA(cudaMemcpy(p, v.data(), n * sizeof(T), cudaMemcpyHostToDevice)); }
+    Dev(const Dev&) = delete;
+    Dev(Dev&& o) : p(o.p), n(o.n) { o.p = nullptr; }
+    Dev& operator=(Dev&& o) { std::swap(p, o.p); std::swap(n, o.n); return *this; }
+    ~Dev() { if (p) cudaFree(p); }
+    void poison() { CUDA(cudaMemset(p, 0xff, n * sizeof(T))); }
+    void zero() { CUDA(cudaMemset(p, 0, n * sizeof(T))); }
+    std::vector<T> get() const {
+        std::vector<T> v(n);
+        CUDA(cudaDeviceSynchronize());
+        CUDA(cudaMemcpy(v.data(), p, n * sizeof(T), cudaMemcpyDeviceToHost));
+        return v;
+    }
+    operator T*() const { return p; }
+};
+
+inline std::mt19937_64 g_rng(std::random_device{}());
+inline float uniform(float lo, float hi) { return std::uniform_real_distribution<float>(lo, hi)(g_rng); }
+inline int pick(int lo, int hi) { return std::uniform_int_distribution<int>(lo, hi)(g_rng); }
+inline float normal() { static std::normal_distribution<float> d; return d(g_rng); }
+
+// ---- random data made on the device ----
+__device__ __forceinline__ uint32_t hash_u32(uint64_t x) {
+    x ^= x >> 33; x *= 0xff51afd7ed558ccdULL; x ^= x >> 33; x *= 0xc4ceb9fe1a85ec53ULL; x ^= x >> 33;
+    return (uint32_t)x;
+}
+__global__ void fill_bf16(bf16* p, size_t n, uint64_t seed, float scale) {
+    for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x) {
+        float u = (hash_u32(seed * 0x9e3779b97f4a7c15ULL + i) >> 8) * 0x1p-24f + 0x1p-25f, v = (hash_u32(seed * 0x9e3779b97f4a7c15ULL + i + (1ull << 40)) >> 8) * 0x1p-24f;
+        p[i] = __float2bfloat16_rn(scale * sqrtf(-2.0f * logf(u)) * cosf(6.2831853f * v));
+    }
+}
+__global__ void fill_f32(float* p, size_t n, uint64_t seed, float scale) {
+    for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x)
+        p[i] = scale * ((int)(hash_u32(seed * 0x9e3779b97f4a7c15ULL + i) >> 8) - 8388608) * 0x1p-23f;
+}
+// kind 0: any byte; 1: e4m3 codes without NaN; 2: e8m0 scales 2^-9..2^0
+__global__ void fill_u8(uint8_t* p, size_t n, uint64_t seed, int kind) {
+    for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x) {
+        uint32_t r = hash_u32(seed * 0x9e3779b97f4a7c15ULL + i);
+        p[i] = kind == 0 ? r : kind == 1 ? ((r & 0x7f) == 0x7f ? r ^ 1 : r) : 118 + r % 10;
+    }
+}
+inline uint64_t next_seed() { return g_rng(); }
+inline Dev<bf16> rand_bf16(size_t n, float scale = 1.0f) { Dev<bf16> d(n); fill_bf16<<<1024, 256>>>(d, n, next_seed(), scale); CUDA(cudaDeviceSynchronize()); return d; }
+inline Dev<float> rand_f32(size_t n, float scale = 1.0f) { Dev<float> d(n); fill_f32<<<1024, 256>>>(d, n, next_seed(), scale); CUDA(cudaDeviceSynchronize()); return d; }
+inline Dev<uint8_t> rand_u8(size_t n, int kind) { Dev<uint8_t> d(n); fill_u8<<<1024, 256>>>(d, n, next_seed(), kind); CUDA(cudaDeviceSynchronize()); return d; }
+
+// ---- comparison ----
+inline int g_failed = 0, g_checks = 0;
+inline void report(const std::string& op, const std::string& shape, bool ok, const std::string& what) {
+    ++g_checks;
+    g_failed += !ok;
+    printf("%-4s %-22s %-46s %s\n", ok ? "ok" : "FAIL", op.c_str(), shape.c_str(), what.c_str());
+    fflush(stdout);
+}
+inline float to_f(float v) { return v; }
+inline float to_f(bf16 v) { return __bfloat162float(v); }
+// ||got - want|| / ||want||; NaN anywhere fails.
+template <typename A, typename B>
+double rel_error(const std::vector<A>& got, const std::vector<B>& want) {
+    double num = 0, den = 0;
+    for (size_t i = 0; i < want.size(); ++i) {
+        double g = to_f(got[i]), w = to_f(want[i]);
+        if (!(g == g)) return INFINITY;
+        num += (g - w) * (g - w);
+        den += w * w;
+    }
+    return den > 0 ? sqrt(num / den) : (num > 0 ? INFINITY : 0);
+}
+template <typename A, typename B>
+void near(const std::string& op, const std::string& shape, const std::vector<A>& got, const std::vector<B>& want, double tol) {
+    double e = rel_error(got, want);
+    char s[64];
+    snprintf(s, sizeof s, "rel %.2e (<= %.0e)", e, tol);
+    report(op, shape, e <= tol, s);
+}
+template <typename T>
+void same(const std::string& op, const std::string& shape, const std::vector<T>& got, const std::vector<T>& want) {
+    size_t bad = 0, first = 0;
+    for (size_t i = 0; i < want.size(); ++i)
+        if (memcmp(&got[i], &want[i], sizeof(T))) { if (!bad) first = i; ++bad; }
+    char s[96];
+    snprintf(s, sizeof s, bad ? "%zu of %zu differ, first at %zu" : "exact", bad, want.size(), first);
+    report(op, shape, bad == 0 && got.size() == want.size(), s);
+}
+template <typename... A>
+std::string fmt(const char* f, A... a) { char s[160]; snprintf(s, sizeof s, f, a...); return s; }
+
+// ---- timing: median over replays of a graph of `reps` calls; call i gets its index, to rotate buffers ----
+inline double graph_us(const std::function<void(int)>& fn, int reps = 20, int replays = 15) {
+    cudaStream_t s;
+    CUDA(cudaStreamCreate(&s));
+    cudaStream_t old = g_stream;
+    g_stream = s;
+    fn(0);
+    CUDA(cudaStreamSynchronize(s));
+    cudaGraph_t g;
+    cudaGraphExec_t ge;
+    CUDA(cudaStreamBeginCapture(s, cudaStreamCaptureModeThreadLocal));
+    for (int i = 0; i < reps; ++i) fn(i);
+    CUDA(cudaStreamEndCapture(s, &g));
+    CUDA(cudaGraphInstantiate(&ge, g, 0));
+    cudaEvent_t a, b;
+    CUDA(cudaEventCreate(&a));
+    CUDA(cudaEventCreate(&b));
+    std::vector<double> t;
+    for (int i = 0; i < replays + 2; ++i) {
+        CUDA(cudaEventRecord(a, s));
+        CUDA(cudaGraphLaunch(ge, s));
+        CUDA(cudaEventRecord(b, s));
+        CUDA(cudaEventSynchronize(b));
+        float ms;
+        CUDA(cudaEventElapsedTime(&ms, a, b));
+        if (i >= 2) t.push_back(ms * 1000.0 / reps);
+    }
+    CUDA(cudaGraphExecDestroy(ge));
+    CUDA(cudaGraphDestroy(g));
+    g_stream = old;
+    CUDA(cudaStreamDestroy(s));
+    std::sort(t.begin(), t.end());
+    return t[t.size() / 2];
+}
+// Ceilings measured on an H200: bytes read + written of a large copy, and a large bf16 product.
+constexpr double CEIL_GBS = 4270.0, CEIL_TFLOPS = 790.0;
+inline void row(const char* op, const std::string& shape, double us, double bytes, double flops) {
+    double gbs = bytes / us / 1e3, tf = flops / us / 1e6, pb = gbs / CEIL_GBS * 100, pf = tf / CEIL_TFLOPS * 100;
+    printf("%-18s %-34s %9.2f us %8.1f GB/s %5.1f%% %8.1f TFLOP/s %5.1f%%\n", op, shape.c_str(), us, gbs, pb, tf, pf);
+    fflush(stdout);
+}
