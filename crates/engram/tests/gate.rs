@@ -1,14 +1,12 @@
 //! The gate: golden values, the shared value, signs and NaN, and rows without a key.
 
-mod common;
-
 use candle_core::{DType, Device, Tensor};
-use common::with_threads;
+use deepseek_v41_core::cpu::Isa;
 use deepseek_v41_engram::{
-    ops::engram_gate::{GateParams, engram_gate, engram_gate_ref, gate_into},
+    ops::engram_gate::{GateParams, engram_gate, engram_gate_ref, gate_into, gate_with},
     pcg64::Pcg64,
 };
-use deepseek_v41_testing::bf16_ulp_distance;
+use deepseek_v41_testing::{assert_bits_eq, bf16_ulp_distance, with_threads};
 use half::bf16;
 use proptest::prelude::*;
 
@@ -54,6 +52,12 @@ impl Case {
             self.params,
             &mut out,
         );
+        for isa in Isa::available() {
+            let mut same = vec![bf16::ONE; out.len()];
+            let (stream, kv) = (&self.stream, &self.kv);
+            gate_with(isa, stream, kv, &self.weight, mask, self.params, &mut same);
+            assert_bits_eq(&same, &out);
+        }
         out
     }
 
@@ -112,7 +116,11 @@ fn the_value_is_shared_by_all_copies() {
 /// sigmoid(±0.001), on one side of a half or the other.
 #[test]
 fn a_tiny_dot_opens_the_gate_by_its_sign() {
-    let params = GateParams { copies: 1, dim: 1, eps: 1e-20 };
+    let params = GateParams {
+        copies: 1,
+        dim: 1,
+        eps: 1e-20,
+    };
     // 1 + gate * 2^-7 lies just above or below the midpoint of 1 and its upper neighbour.
     let out = |key: f32, weight: f32| {
         let (stream, kv) = (to_bf16(&[1.0]), to_bf16(&[key, 1.0 / 128.0]));

@@ -3,13 +3,13 @@
 mod common;
 
 use candle_core::{Device, Tensor};
-use common::{identity_map, layout, released, small, with_threads};
+use common::{identity_map, layout, released, small};
 use deepseek_v41_core::Error;
 use deepseek_v41_engram::{
     EngramHashes, EngramLayout, NgramWindow, TokenMap, engram_hash,
     ops::engram_hash::engram_hash_terms,
 };
-use deepseek_v41_testing::Golden;
+use deepseek_v41_testing::{Golden, with_threads};
 use proptest::prelude::*;
 
 /// `hashes: [T, layers, columns]` as the golden files store them.

@@ -11,15 +11,17 @@
 //! stream, key or value of a token that is not masked gives NaN.
 
 use candle_core::{CpuStorage, CustomOp3, DType, Layout, Shape, Storage, Tensor};
-use deepseek_v41_core::{Error, Result, cpu};
+use deepseek_v41_core::{
+    Error, Result,
+    cpu::{self, Isa, LANES, sum_lanes},
+};
 use half::bf16;
 use rayon::prelude::*;
 
-use super::engram_lookup::round;
+use super::dispatch::dispatch;
 
 const OP: &str = "engram_gate";
 const DOT_FLOOR: f32 = 1e-6;
-const LANES: usize = 8;
 
 /// `stream: [T, C, dim]` bf16, `kv: [N, (C + 1) * dim]` bf16 (C keys, then the value),
 /// `weight: [C, dim]` f32 (`q_weight * k_weight`), `image_mask: [N]` u8 → `[T, C, dim]` bf16.
@@ -150,7 +152,7 @@ pub fn engram_gate_ref(
             let gate = gate(hh as f32, kk as f32, hwk as f32, dim, eps);
             let out = &mut out[(t * copies + c) * dim..][..dim];
             for i in 0..dim {
-                out[i] = bf16::from_f32(h[i].to_f32() + gate * value[i].to_f32());
+                out[i] = cpu::round_bf16(h[i].to_f32() + gate * value[i].to_f32());
             }
         }
     }
@@ -180,34 +182,59 @@ pub fn gate_into(
     params: GateParams,
     out: &mut [bf16],
 ) {
+    gate_with(Isa::detect(), stream, kv, weight, image_mask, params, out);
+}
+
+/// [`gate_into`] with the instructions of `isa`.
+pub fn gate_with(
+    isa: Isa,
+    stream: &[bf16],
+    kv: &[bf16],
+    weight: &[f32],
+    image_mask: Option<&[u8]>,
+    params: GateParams,
+    out: &mut [bf16],
+) {
     let GateParams { copies, dim, .. } = params;
     let row = copies * dim;
-    let token = |t: usize, stream: &[bf16], out: &mut [bf16]| {
-        let kv = kv.get(t * (row + dim)..(t + 1) * (row + dim));
-        match kv.filter(|_| image_mask.is_none_or(|mask| mask[t] == 0)) {
-            Some(kv) => gate_token(stream, kv, weight, params, out),
-            None => out.copy_from_slice(stream),
-        }
-    };
     if row == 0 {
         return;
     }
-    let per_token = stream.chunks_exact(row).zip(out.chunks_exact_mut(row));
+    let token = |t: usize, stream: &[bf16], out: &mut [bf16]| {
+        let kv = kv.get(t * (row + dim)..(t + 1) * (row + dim));
+        match kv.filter(|_| image_mask.is_none_or(|mask| mask[t] == 0)) {
+            Some(kv) => gate_token(isa, stream, kv, weight, params, out),
+            None => out.copy_from_slice(stream),
+        }
+    };
     if cpu::should_parallelise(stream.len() * 8) {
-        let per_token = stream
+        let tokens = stream
             .par_chunks_exact(row)
             .zip(out.par_chunks_exact_mut(row));
-        per_token
+        tokens
             .enumerate()
             .for_each(|(t, (stream, out))| token(t, stream, out));
     } else {
-        per_token
+        let tokens = stream.chunks_exact(row).zip(out.chunks_exact_mut(row));
+        tokens
             .enumerate()
             .for_each(|(t, (stream, out))| token(t, stream, out));
     }
 }
 
-fn gate_token(stream: &[bf16], kv: &[bf16], weight: &[f32], params: GateParams, out: &mut [bf16]) {
+dispatch! {
+    fn gate_token(stream: &[bf16], kv: &[bf16], weight: &[f32], params: GateParams, out: &mut [bf16])
+        = gate_token_body
+}
+
+#[inline(always)]
+fn gate_token_body(
+    stream: &[bf16],
+    kv: &[bf16],
+    weight: &[f32],
+    params: GateParams,
+    out: &mut [bf16],
+) {
     let GateParams { copies, dim, eps } = params;
     let (keys, value) = kv.split_at(copies * dim);
     for c in 0..copies {
@@ -216,36 +243,46 @@ fn gate_token(stream: &[bf16], kv: &[bf16], weight: &[f32], params: GateParams, 
         let (hh, kk, hwk) = sums(h, &keys[span.clone()], &weight[span.clone()]);
         let gate = gate(hh, kk, hwk, dim, eps);
         for ((out, &h), &v) in out[span].iter_mut().zip(h).zip(value) {
-            *out = round(widen(h) + gate * widen(v));
+            *out = cpu::round_bf16(cpu::widen(h) + gate * cpu::widen(v));
         }
     }
-}
-
-#[inline]
-fn widen(v: bf16) -> f32 {
-    f32::from_bits(u32::from(v.to_bits()) << 16)
 }
 
 /// `(sum h^2, sum key^2, sum h * w * key)`, element `i` on lane `i % 8`.
+#[inline(always)]
 fn sums(h: &[bf16], key: &[bf16], weight: &[f32]) -> (f32, f32, f32) {
-    let (mut hh, mut kk, mut hwk) = ([0f32; LANES], [0f32; LANES], [0f32; LANES]);
-    let mut add = |h: &[bf16], key: &[bf16], weight: &[f32]| {
-        for (l, ((&h, &k), &w)) in h.iter().zip(key).zip(weight).enumerate() {
-            let (h, k) = (widen(h), widen(k));
-            hh[l] += h * h;
-            kk[l] += k * k;
-            hwk[l] += h * w * k;
+    let mut sums = Sums::default();
+    let (h8, h_rest) = h.as_chunks::<LANES>();
+    let (key8, key_rest) = key.as_chunks::<LANES>();
+    let (weight8, weight_rest) = weight.as_chunks::<LANES>();
+    for ((h, key), weight) in h8.iter().zip(key8).zip(weight8) {
+        for l in 0..LANES {
+            sums.add(l, h[l], key[l], weight[l]);
         }
-    };
-    let whole = h.len() / LANES * LANES;
-    let blocks = h.chunks_exact(LANES).zip(key.chunks_exact(LANES));
-    for ((h, key), weight) in blocks.zip(weight.chunks_exact(LANES)) {
-        add(h, key, weight);
     }
-    add(&h[whole..], &key[whole..], &weight[whole..]);
-    (sum_lanes(hh), sum_lanes(kk), sum_lanes(hwk))
+    for l in 0..h_rest.len() {
+        sums.add(l, h_rest[l], key_rest[l], weight_rest[l]);
+    }
+    (
+        sum_lanes(&sums.hh),
+        sum_lanes(&sums.kk),
+        sum_lanes(&sums.hwk),
+    )
 }
 
-fn sum_lanes(l: [f32; LANES]) -> f32 {
-    ((l[0] + l[4]) + (l[2] + l[6])) + ((l[1] + l[5]) + (l[3] + l[7]))
+#[derive(Default)]
+struct Sums {
+    hh: [f32; LANES],
+    kk: [f32; LANES],
+    hwk: [f32; LANES],
+}
+
+impl Sums {
+    #[inline(always)]
+    fn add(&mut self, lane: usize, h: bf16, key: bf16, weight: f32) {
+        let (h, key) = (cpu::widen(h), cpu::widen(key));
+        self.hh[lane] += h * h;
+        self.kk[lane] += key * key;
+        self.hwk[lane] += h * weight * key;
+    }
 }

@@ -3,16 +3,22 @@
 //! Exact wherever the product is a normal bf16: an e4m3 value has four significant bits.
 
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Shape, Tensor};
-use deepseek_v41_core::{Error, Result, cpu};
+use deepseek_v41_core::{
+    Error, Result,
+    cpu::{self, Isa},
+};
 use deepseek_v41_quant::formats::{e4m3, e8m0};
 use half::bf16;
 use rayon::prelude::*;
 
+use super::dispatch::dispatch;
 use crate::table::{EngramTable, SCALE_BLOCK};
 
 const OP: &str = "engram_lookup";
 /// Rows one parallel task reads.
 const ROWS_PER_TASK: usize = 128;
+/// Rows asked for before they are decoded.
+const ROWS_AHEAD: usize = 6;
 
 /// `rows: [T, columns]` u32 row numbers on the CPU → `[T, columns * head_dim]` bf16.
 ///
@@ -59,16 +65,25 @@ pub fn engram_lookup_ref(rows: &[u32], table: &EngramTable, out: &mut [bf16]) {
     for (&row, out) in rows.iter().zip(out.chunks_exact_mut(table.head_dim())) {
         let (codes, scales) = table.row(row as usize);
         for i in 0..codes.len() {
-            out[i] = bf16::from_f32(e4m3::decode(codes[i]) * e8m0::decode(scales[i / SCALE_BLOCK]));
+            out[i] =
+                cpu::round_bf16(e4m3::decode(codes[i]) * e8m0::decode(scales[i / SCALE_BLOCK]));
         }
     }
 }
 
-/// Dequantises `rows` into `out: [rows, head_dim]`, bit for bit [`engram_lookup_ref`].
+/// Dequantises `rows` into `out: [rows, head_dim]`: the values of [`engram_lookup_ref`], bit for bit.
 ///
 /// # Errors
 /// A row the table does not have, or an `out` of another length.
 pub fn lookup_into(rows: &[u32], table: &EngramTable, out: &mut [bf16]) -> Result<()> {
+    lookup_with(Isa::detect(), rows, table, out)
+}
+
+/// [`lookup_into`] with the instructions of `isa`.
+///
+/// # Errors
+/// As [`lookup_into`].
+pub fn lookup_with(isa: Isa, rows: &[u32], table: &EngramTable, out: &mut [bf16]) -> Result<()> {
     let width = table.head_dim();
     if rows.len().checked_mul(width) != Some(out.len()) {
         return Err(Error::shape(
@@ -79,48 +94,70 @@ pub fn lookup_into(rows: &[u32], table: &EngramTable, out: &mut [bf16]) -> Resul
     table.check_rows(rows)?;
     if cpu::should_parallelise(out.len() * 4) {
         let out = out.par_chunks_mut(ROWS_PER_TASK * width);
-        rows.par_chunks(ROWS_PER_TASK)
-            .zip(out)
-            .for_each(|(rows, out)| read_rows(rows, table, out));
+        let tasks = rows.par_chunks(ROWS_PER_TASK).zip(out);
+        tasks.for_each(|(rows, out)| read_rows(isa, rows, table, out));
     } else {
-        read_rows(rows, table, out);
+        read_rows(isa, rows, table, out);
     }
     Ok(())
 }
 
-fn read_rows(rows: &[u32], table: &EngramTable, out: &mut [bf16]) {
-    for (&row, out) in rows.iter().zip(out.chunks_exact_mut(table.head_dim())) {
-        let (codes, scales) = table.row(row as usize);
-        let blocks = codes
-            .chunks_exact(SCALE_BLOCK)
-            .zip(out.chunks_exact_mut(SCALE_BLOCK));
-        for ((codes, out), &scale) in blocks.zip(scales) {
+dispatch! {
+    fn read_rows(rows: &[u32], table: &EngramTable, out: &mut [bf16]) = read_rows_body
+}
+
+#[inline(always)]
+fn read_rows_body(rows: &[u32], table: &EngramTable, out: &mut [bf16]) {
+    for &row in rows.iter().take(ROWS_AHEAD) {
+        prefetch(row, table);
+    }
+    for (i, out) in out.chunks_exact_mut(table.head_dim()).enumerate() {
+        if let Some(&row) = rows.get(i + ROWS_AHEAD) {
+            prefetch(row, table);
+        }
+        let (codes, scales) = table.row(rows[i] as usize);
+        let (codes, _) = codes.as_chunks::<SCALE_BLOCK>();
+        let (out, _) = out.as_chunks_mut::<SCALE_BLOCK>();
+        for ((codes, out), &scale) in codes.iter().zip(out).zip(scales) {
             decode_block(codes, e8m0::decode(scale), out);
         }
     }
 }
 
 /// One block without branches or tables, so that it compiles to vector code.
-#[inline]
-fn decode_block(codes: &[u8], scale: f32, out: &mut [bf16]) {
-    for (&code, out) in codes.iter().zip(out) {
-        let code = u32::from(code);
+#[inline(always)]
+fn decode_block(codes: &[u8; SCALE_BLOCK], scale: f32, out: &mut [bf16; SCALE_BLOCK]) {
+    for i in 0..SCALE_BLOCK {
+        let code = u32::from(codes[i]);
         let magnitude = code & 0x7f;
         // Normal codes: e4m3 has bias 7 and three mantissa bits, f32 bias 127 and twenty-three.
         let normal = (magnitude << 20) + (120 << 23);
-        let subnormal = (magnitude as i32 as f32 * (1.0 / 512.0)).to_bits();
-        let mut bits = if magnitude < 8 { subnormal } else { normal };
-        bits = if magnitude == 0x7f { 0x7fc0_0000 } else { bits };
-        let value = f32::from_bits(bits | (code & 0x80) << 24) * scale;
-        *out = round(value);
+        let subnormal = (magnitude as i32 as f32 * e4m3::MIN_POSITIVE).to_bits();
+        let bits = if magnitude < 8 { subnormal } else { normal };
+        let bits = if magnitude == 0x7f {
+            f32::NAN.to_bits()
+        } else {
+            bits
+        };
+        let value = f32::from_bits(bits | (code & 0x80) << 24);
+        out[i] = cpu::round_bf16(value * scale);
     }
 }
 
-/// f32 → bf16, ties to even; `bf16::from_f32` in a form that vectorises.
-#[inline]
-pub(crate) fn round(value: f32) -> bf16 {
-    let bits = value.to_bits();
-    let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
-    let quiet = bits >> 16 | 0x40;
-    bf16::from_bits(if value.is_nan() { quiet } else { rounded } as u16)
+/// Asks for a row's cache lines. Rows lie anywhere in a table far larger than any cache, and decoding
+/// one takes about as long as waiting for the next.
+#[inline(always)]
+#[allow(unsafe_code)]
+fn prefetch(row: u32, table: &EngramTable) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        let (codes, scales) = table.row(row as usize);
+        for line in codes.chunks(64).chain([scales]) {
+            // SAFETY: every x86-64 processor has SSE, and a prefetch accesses nothing.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) };
+        }
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (row, table);
 }

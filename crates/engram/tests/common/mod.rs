@@ -53,12 +53,3 @@ pub fn layout(cfg: &EngramConfig) -> EngramLayout {
 pub fn identity_map(vocab: usize, pad: u32) -> TokenMap {
     TokenMap::new((0..vocab as u32).collect(), vocab, pad).unwrap()
 }
-
-/// Runs `f` in a pool of `threads`.
-pub fn with_threads<R: Send>(threads: usize, f: impl FnOnce() -> R + Send) -> R {
-    rayon::ThreadPoolBuilder::new()
-        .num_threads(threads)
-        .build()
-        .unwrap()
-        .install(f)
-}
