@@ -6,7 +6,7 @@
 
 use std::arch::x86_64::*;
 
-use super::LANES;
+use super::{LANES, Lanes, Stretch};
 
 /// [`super::dot_ref`].
 #[target_feature(enable = "avx2,fma")]
@@ -88,33 +88,31 @@ unsafe fn accumulate<const R: usize, const C: usize>(
     sums
 }
 
-/// Adds one stretch of `k` to the sums of `rows` panel rows and `C` inputs.
+/// Adds a panel's products to the sums of its rows and `C` inputs.
 ///
 /// # Safety
-/// `panel` holds `rows` rows of `len` elements at stride `stride`, `x` holds `C` rows of `len` at
-/// stride `x_stride`, and `sums` holds for each input `rows` times eight lanes, at stride
-/// `sums_stride`.
+/// `w` holds `rows` rows of `len` values end to end, `xs` holds `C` inputs of `len` at stride
+/// `x_stride`, and `sums` holds eight lanes for each row, inputs at `sums_stride` times eight.
 #[target_feature(enable = "avx2,fma")]
 pub(super) unsafe fn panel<const C: usize>(
-    panel: *const f32,
-    stride: usize,
-    rows: usize,
-    x: *const f32,
-    x_stride: usize,
+    w: *const f32,
     len: usize,
+    rows: usize,
+    xs: *const f32,
+    x_stride: usize,
     sums: *mut f32,
     sums_stride: usize,
 ) {
     let mut r = 0;
     while r < rows {
-        let (w, s) = (panel.wrapping_add(r * stride), sums.wrapping_add(r * LANES));
+        let (w, sums) = (w.wrapping_add(r * len), sums.wrapping_add(r * LANES));
         // SAFETY: the rows from `r` on exist, see the contract.
         unsafe {
             if r + 4 <= rows {
-                step::<4, C>(w, stride, x, x_stride, len, s, sums_stride);
+                step::<4, C>(w, len, xs, x_stride, sums, sums_stride);
                 r += 4;
             } else {
-                step::<1, C>(w, stride, x, x_stride, len, s, sums_stride);
+                step::<1, C>(w, len, xs, x_stride, sums, sums_stride);
                 r += 1;
             }
         }
@@ -127,115 +125,167 @@ pub(super) unsafe fn panel<const C: usize>(
 #[target_feature(enable = "avx2,fma")]
 unsafe fn step<const R: usize, const C: usize>(
     w: *const f32,
-    w_stride: usize,
-    x: *const f32,
-    x_stride: usize,
     len: usize,
+    xs: *const f32,
+    x_stride: usize,
     sums: *mut f32,
     sums_stride: usize,
 ) {
+    let at = |c: usize, r: usize| sums.wrapping_add((c * sums_stride + r) * LANES);
     let mut acc = [[_mm256_setzero_ps(); R]; C];
     for c in 0..C {
         for r in 0..R {
             // SAFETY: the sums of `R` rows and `C` inputs exist, see the contract.
-            acc[c][r] = unsafe { _mm256_loadu_ps(sums.wrapping_add(c * sums_stride + r * LANES)) };
+            acc[c][r] = unsafe { _mm256_loadu_ps(at(c, r)) };
         }
     }
     // SAFETY: handed on.
-    acc = unsafe { accumulate(w, w_stride, x, x_stride, len, acc) };
+    acc = unsafe { accumulate(w, len, xs, x_stride, len, acc) };
     for c in 0..C {
         for r in 0..R {
             // SAFETY: as the loads above.
-            unsafe { _mm256_storeu_ps(sums.wrapping_add(c * sums_stride + r * LANES), acc[c][r]) };
+            unsafe { _mm256_storeu_ps(at(c, r), acc[c][r]) };
         }
     }
 }
 
-/// `out[i] = dot(row i, x)` for rows of f32 end to end.
+/// A stored number type that widens to f32 eight at a time.
+pub(super) trait Stored {
+    /// Bytes of one number.
+    const BYTES: usize;
+
+    /// # Safety
+    /// `at` points to eight numbers; the processor has AVX2.
+    unsafe fn load(at: *const u8) -> __m256;
+
+    /// # Safety
+    /// `at` points to one number.
+    unsafe fn load_one(at: *const u8) -> f32;
+}
+
+pub(super) struct Bf16;
+
+impl Stored for Bf16 {
+    const BYTES: usize = 2;
+
+    #[inline(always)]
+    unsafe fn load(at: *const u8) -> __m256 {
+        // SAFETY: sixteen bytes and AVX2, by the contract.
+        unsafe {
+            let bits = _mm256_cvtepu16_epi32(_mm_loadu_si128(at.cast()));
+            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(bits))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_one(at: *const u8) -> f32 {
+        // SAFETY: two bytes, by the contract.
+        let bits = u16::from_le(unsafe { at.cast::<u16>().read_unaligned() });
+        f32::from_bits(u32::from(bits) << 16)
+    }
+}
+
+pub(super) struct F32;
+
+impl Stored for F32 {
+    const BYTES: usize = 4;
+
+    #[inline(always)]
+    unsafe fn load(at: *const u8) -> __m256 {
+        // SAFETY: 32 bytes and AVX, by the contract.
+        unsafe { _mm256_loadu_ps(at.cast()) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_one(at: *const u8) -> f32 {
+        // SAFETY: four bytes, by the contract.
+        f32::from_bits(u32::from_le(unsafe { at.cast::<u32>().read_unaligned() }))
+    }
+}
+
+/// Adds the products of rows of stored numbers, `row_bytes` apart and starting at the stretch's first
+/// column, to `sums[i * rows + r]`.
 ///
 /// # Safety
-/// `w` holds `out.len()` rows of `x.len()` little-endian f32, of any alignment.
+/// The processor has AVX2 and FMA.
 #[target_feature(enable = "avx2,fma")]
-pub(super) unsafe fn dot_rows_f32(w: *const u8, x: &[f32], out: &mut [f32]) {
-    let (k, w) = (x.len(), w.cast::<f32>());
-    let mut rows = out.chunks_exact_mut(4);
+pub(super) unsafe fn stored<S: Stored>(
+    w: &[u8],
+    row_bytes: usize,
+    stretch: &Stretch<'_>,
+    sums: &mut [Lanes],
+) {
+    let (rows, m) = (stretch.rows.len(), stretch.inputs());
     let mut r = 0;
-    for out in rows.by_ref() {
-        let zero = [[_mm256_setzero_ps(); 4]];
-        // SAFETY: rows `r..r + 4` exist.
-        let [sums] = unsafe { accumulate(w.wrapping_add(r * k), k, x.as_ptr(), 0, k, zero) };
-        for (out, sum) in out.iter_mut().zip(sums) {
-            *out = sum_lanes(sum);
+    while r < rows {
+        let four = rows - r >= 4;
+        let w = &w[r * row_bytes..];
+        let mut i = 0;
+        while i < m {
+            let xs = &stretch.xs[i * stretch.k + stretch.cols.start..];
+            let (len, k) = (stretch.cols.len(), stretch.k);
+            let sums = &mut sums[i * rows + r..];
+            i += match (four, m - i) {
+                (true, 1) => stored_step::<S, 4, 1>(w, row_bytes, xs, k, len, sums, rows),
+                (true, _) => stored_step::<S, 4, 2>(w, row_bytes, xs, k, len, sums, rows),
+                (false, _) => stored_step::<S, 1, 1>(w, row_bytes, xs, k, len, sums, rows),
+            };
         }
-        r += 4;
-    }
-    for out in rows.into_remainder() {
-        let zero = [[_mm256_setzero_ps()]];
-        // SAFETY: row `r` exists.
-        let [[sum]] = unsafe { accumulate(w.wrapping_add(r * k), 0, x.as_ptr(), 0, k, zero) };
-        *out = sum_lanes(sum);
-        r += 1;
+        r += if four { 4 } else { 1 };
     }
 }
 
-/// `out[i] = dot(row i, x)` for rows of bf16 end to end.
-///
-/// # Safety
-/// `w` holds `out.len()` rows of `x.len()` little-endian bf16, of any alignment.
-#[target_feature(enable = "avx2,fma")]
-pub(super) unsafe fn dot_rows_bf16(w: *const u8, x: &[f32], out: &mut [f32]) {
-    let row_bytes = 2 * x.len();
-    let mut rows = out.chunks_exact_mut(4);
-    let mut w = w;
-    for out in rows.by_ref() {
-        // SAFETY: four more rows exist.
-        let sums = unsafe { bf16_sums::<4>(w, row_bytes, x) };
-        out.copy_from_slice(&sums);
-        w = w.wrapping_add(4 * row_bytes);
-    }
-    for out in rows.into_remainder() {
-        // SAFETY: one more row exists.
-        let [sum] = unsafe { bf16_sums::<1>(w, row_bytes, x) };
-        *out = sum;
-        w = w.wrapping_add(row_bytes);
-    }
-}
-
-/// # Safety
-/// `w` holds `R` rows of `x.len()` bf16, `row_bytes` apart.
+/// The first `R` rows and `C` inputs of [`stored`]; returns `C`.
 #[inline]
 #[target_feature(enable = "avx2,fma")]
-unsafe fn bf16_sums<const R: usize>(w: *const u8, row_bytes: usize, x: &[f32]) -> [f32; R] {
-    let mut acc = [_mm256_setzero_ps(); R];
-    let mut chunks = x.chunks_exact(LANES);
-    let mut at = w;
-    for x in chunks.by_ref() {
-        // SAFETY: a slice of eight.
-        let x = unsafe { _mm256_loadu_ps(x.as_ptr()) };
+fn stored_step<S: Stored, const R: usize, const C: usize>(
+    w: &[u8],
+    row_bytes: usize,
+    xs: &[f32],
+    x_stride: usize,
+    len: usize,
+    sums: &mut [Lanes],
+    sums_stride: usize,
+) -> usize {
+    assert!(w.len() >= (R - 1) * row_bytes + len * S::BYTES);
+    assert!(xs.len() >= (C - 1) * x_stride + len);
+    let mut acc = [[_mm256_setzero_ps(); R]; C];
+    for c in 0..C {
         for r in 0..R {
-            // SAFETY: eight more bf16 of row `r`, as there are eight more inputs.
-            let bits = unsafe { _mm_loadu_si128(at.wrapping_add(r * row_bytes).cast()) };
-            let w = _mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(bits));
-            acc[r] = _mm256_fmadd_ps(_mm256_castsi256_ps(w), x, acc[r]);
+            // SAFETY: eight lanes.
+            acc[c][r] = unsafe { _mm256_loadu_ps(sums[c * sums_stride + r].as_ptr()) };
         }
-        at = at.wrapping_add(2 * LANES);
     }
-    let tail = chunks.remainder();
-    let mut out = [0f32; R];
-    for r in 0..R {
-        let mut lanes = [0f32; LANES];
-        // SAFETY: eight lanes.
-        unsafe { _mm256_storeu_ps(lanes.as_mut_ptr(), acc[r]) };
-        for (l, x) in tail.iter().enumerate() {
-            // SAFETY: the row goes on as long as the input does.
-            let bits: u16 = unsafe {
-                at.wrapping_add(r * row_bytes + 2 * l)
-                    .cast::<u16>()
-                    .read_unaligned()
-            };
-            lanes[l] = f32::from_bits(u32::from(bits) << 16).mul_add(*x, lanes[l]);
+    let whole = len / LANES * LANES;
+    let mut at = 0;
+    while at < whole {
+        let mut x = [_mm256_setzero_ps(); C];
+        for c in 0..C {
+            // SAFETY: `at + 8 <= len`, and `C` inputs of `len` by the assertion.
+            x[c] = unsafe { _mm256_loadu_ps(xs.as_ptr().add(c * x_stride + at)) };
         }
-        out[r] = super::sum_lanes(&lanes);
+        for r in 0..R {
+            let w = w.as_ptr().wrapping_add(r * row_bytes + at * S::BYTES);
+            // SAFETY: likewise for `R` rows; the features are this function's.
+            let w = unsafe { S::load(w) };
+            for c in 0..C {
+                acc[c][r] = _mm256_fmadd_ps(w, x[c], acc[c][r]);
+            }
+        }
+        at += LANES;
     }
-    out
+    for c in 0..C {
+        for r in 0..R {
+            let lanes = &mut sums[c * sums_stride + r];
+            // SAFETY: eight lanes.
+            unsafe { _mm256_storeu_ps(lanes.as_mut_ptr(), acc[c][r]) };
+            for at in whole..len {
+                let w = w.as_ptr().wrapping_add(r * row_bytes + at * S::BYTES);
+                // SAFETY: `at < len`.
+                let w = unsafe { S::load_one(w) };
+                lanes[at - whole] = w.mul_add(xs[c * x_stride + at], lanes[at - whole]);
+            }
+        }
+    }
+    C
 }

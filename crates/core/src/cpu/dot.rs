@@ -33,12 +33,17 @@ pub fn dot_with(isa: Isa, a: &[f32], b: &[f32]) -> f32 {
 /// The definition of [`dot`], in plain Rust.
 pub fn dot_ref(a: &[f32], b: &[f32]) -> f32 {
     let mut lanes = [0f32; LANES];
+    accumulate(a, b, &mut lanes);
+    sum_lanes(&lanes)
+}
+
+/// Adds products to the lanes, in order.
+pub(super) fn accumulate(a: &[f32], b: &[f32], lanes: &mut [f32; LANES]) {
     for (a, b) in a.chunks(LANES).zip(b.chunks(LANES)) {
         for (lane, (a, b)) in lanes.iter_mut().zip(a.iter().zip(b)) {
             *lane = a.mul_add(*b, *lane);
         }
     }
-    sum_lanes(&lanes)
 }
 
 /// The fixed tree over the lanes.

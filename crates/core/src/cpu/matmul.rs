@@ -1,16 +1,19 @@
 //! `xs · Wᵀ` for weights that are widened to f32 on the fly.
 //!
-//! One input row streams the weights once and decodes them in registers ([`WeightRows::dot_rows`]).
-//! More rows share the work of decoding: a panel of some weight rows and columns is widened into a
-//! buffer that stays in cache, and every input row is multiplied with it. Either way the eight lanes
-//! of an output element see their products in the order of [`super::dot`].
+//! Output elements keep their eight lanes of sums while the columns pass by in stretches that fit the
+//! cache. A few inputs stream the stored weights once and decode them in registers; many inputs share
+//! the decoding through a panel of widened rows. Either way the lanes of an element see their products
+//! in the order of [`super::dot`], so the path taken cannot be told from the bits.
+
+use std::ops::Range;
 
 use half::bf16;
 use rayon::prelude::*;
 
-#[cfg(target_arch = "x86_64")]
-use super::avx2;
-use super::{Isa, LANES, dot_with, round_bf16, should_parallelise, sum_lanes, with_scratch};
+use super::{Isa, LANES, panel, round_bf16, should_parallelise, sum_lanes, with_scratch};
+
+/// The lanes of one output element.
+pub type Lanes = [f32; LANES];
 
 /// Rows of a weight matrix `[rows, cols]` in some stored format.
 pub trait WeightRows: Sync {
@@ -22,29 +25,77 @@ pub trait WeightRows: Sync {
 
     /// Writes the values of `row` from column `k0` on, scale included, to `out`.
     ///
-    /// The values must be exact in f32: what is widened here is what the product is defined on.
+    /// What is written here is what a product with this weight is defined on.
     fn decode(&self, row: usize, k0: usize, out: &mut [f32]);
 
-    /// `out[i] = dot(row0 + i, x)`, bit for bit [`super::dot`] of the decoded row.
+    /// Adds the products of a stretch of columns to the lanes of its rows and inputs.
     ///
-    /// Formats override it to decode in registers.
-    fn dot_rows(&self, isa: Isa, row0: usize, x: &[f32], out: &mut [f32]) {
-        dot_rows_by_decoding(self, isa, row0, x, out);
+    /// `sums[i * rows + r]` belongs to input `i` and the stretch's row `r`; column `k` goes to lane
+    /// `k % 8` by a fused multiply-add, columns ascending. A stretch starts at a multiple of eight.
+    ///
+    /// Formats override this to decode in registers.
+    fn accumulate(&self, isa: Isa, stretch: &Stretch<'_>, sums: &mut [Lanes]) {
+        accumulate_by_decoding(self, isa, stretch, sums);
     }
 }
 
-/// [`WeightRows::dot_rows`] by way of [`WeightRows::decode`].
-pub fn dot_rows_by_decoding<W: WeightRows + ?Sized>(
+/// Some rows and columns of a weight, and the inputs they are multiplied with.
+#[derive(Debug, Clone)]
+pub struct Stretch<'a> {
+    /// Weight rows.
+    pub rows: Range<usize>,
+    /// Weight columns.
+    pub cols: Range<usize>,
+    /// Whole inputs, `[m, weight columns]`.
+    pub xs: &'a [f32],
+    /// Columns of the whole weight.
+    pub k: usize,
+}
+
+impl<'a> Stretch<'a> {
+    /// Number of inputs.
+    pub fn inputs(&self) -> usize {
+        self.xs.len() / self.k
+    }
+
+    /// The stretch's part of input `i`.
+    pub fn input(&self, i: usize) -> &'a [f32] {
+        &self.xs[i * self.k..][self.cols.clone()]
+    }
+}
+
+/// [`WeightRows::accumulate`] by way of [`WeightRows::decode`].
+pub fn accumulate_by_decoding<W: WeightRows + ?Sized>(
     w: &W,
     isa: Isa,
-    row0: usize,
-    x: &[f32],
-    out: &mut [f32],
+    stretch: &Stretch<'_>,
+    sums: &mut [Lanes],
 ) {
-    with_scratch(x.len(), |row| {
-        for (i, out) in out.iter_mut().enumerate() {
-            w.decode(row0 + i, 0, row);
-            *out = dot_with(isa, row, x);
+    let (rows, len, m) = (stretch.rows.len(), stretch.cols.len(), stretch.inputs());
+    with_scratch(panel::ROWS * len, |buffer| {
+        for r0 in (0..rows).step_by(panel::ROWS) {
+            let count = panel::ROWS.min(rows - r0);
+            for (r, out) in buffer.chunks_exact_mut(len).take(count).enumerate() {
+                w.decode(stretch.rows.start + r0 + r, stretch.cols.start, out);
+            }
+            let mut i = 0;
+            while i < m {
+                // Threes fill the registers; four are better as two twos than as three and one.
+                let c = if m - i == 4 { 2 } else { (m - i).min(3) };
+                let xs = &stretch.xs[i * stretch.k + stretch.cols.start..];
+                let sums = &mut sums[i * rows + r0..];
+                panel::accumulate(
+                    isa,
+                    &buffer[..count * len],
+                    len,
+                    xs,
+                    stretch.k,
+                    c,
+                    sums,
+                    rows,
+                );
+                i += c;
+            }
         }
     });
 }
@@ -92,12 +143,16 @@ pub fn grouped_matmul_bf16<W: WeightRows + ?Sized>(
     run(Isa::detect(), w, groups, xs, m, out);
 }
 
-/// Weight rows of one task. A multiple of the fp8 tile, so that a task sees whole tiles.
-const ROWS: usize = 32;
-/// Columns of a panel: 32 × 256 f32 fill most of a first-level cache.
-const COLS: usize = 256;
-/// Input rows that share a panel: their columns and their sums stay in the second-level cache.
-const INPUTS: usize = 96;
+/// Inputs up to which formats decode in registers.
+pub const FEW_INPUTS: usize = 8;
+/// Weight rows of a task with few inputs: a band of fp8 tiles.
+const FEW_ROWS: usize = 32;
+/// Input values of a stretch with few inputs: 32 KB stay in the first-level cache.
+const FEW_VALUES: usize = 8192;
+/// Columns of a stretch with many inputs, so that a panel takes 32 KB.
+const MANY_COLS: usize = 512;
+/// Inputs that share a panel: their stretches and sums stay in the second-level cache.
+const MANY_INPUTS: usize = 96;
 /// Work below which a task is not split off, about 20 µs.
 const TASK_WORK: usize = 200_000;
 
@@ -143,13 +198,13 @@ impl<'a, O: Output> Columns<'a, O> {
 
     /// # Safety
     /// No other thread writes columns `row0 .. row0 + sums.len()` of input `i`.
-    unsafe fn store(&self, i: usize, row0: usize, sums: &[f32]) {
+    unsafe fn store(&self, i: usize, row0: usize, sums: &[Lanes]) {
         let at = i * self.rows + row0;
         assert!(row0 + sums.len() <= self.rows && at + sums.len() <= self.len);
         // SAFETY: inside the slice by the assertion; exclusive by the contract.
         let out = unsafe { std::slice::from_raw_parts_mut(self.start.add(at), sums.len()) };
-        for (out, sum) in out.iter_mut().zip(sums) {
-            *out = O::store(*sum);
+        for (out, lanes) in out.iter_mut().zip(sums) {
+            *out = O::store(sum_lanes(lanes));
         }
     }
 }
@@ -172,30 +227,31 @@ fn run<W: WeightRows + ?Sized, O: Output>(
     if m == 0 || n == 0 {
         return;
     }
+    if k == 0 {
+        return out.fill(O::store(0.0));
+    }
     let per_group = n / groups;
-    let blocks = per_group.div_ceil(ROWS);
+    let task_rows = if m <= FEW_INPUTS {
+        FEW_ROWS
+    } else {
+        panel::ROWS
+    };
+    let blocks = per_group.div_ceil(task_rows);
     let out = Columns::new(out, n);
     let task = |task: usize| {
         let (group, block) = (task / blocks, task % blocks);
-        let first = group * per_group + block * ROWS;
-        let count = ROWS.min(per_group - block * ROWS);
+        let first = group * per_group + block * task_rows;
+        let count = task_rows.min(per_group - block * task_rows);
         let xs = &xs[group * m * k..][..m * k];
-        if m == 1 {
-            let mut sums = [0f32; ROWS];
-            w.dot_rows(isa, first, xs, &mut sums[..count]);
-            // SAFETY: tasks cover disjoint ranges of rows.
-            unsafe { out.store(0, first, &sums[..count]) };
-        } else {
-            // SAFETY: as above.
-            panel_product(isa, w, first, count, xs, m, |i, sums| unsafe {
-                out.store(i, first, sums);
-            });
-        }
+        // SAFETY: tasks cover disjoint ranges of rows.
+        block_product(isa, w, first..first + count, xs, |i, sums| unsafe {
+            out.store(i, first, sums);
+        });
     };
     let tasks = groups * blocks;
     if should_parallelise(2 * m * n * k) {
-        let task_work = 2 * m * k * ROWS.min(per_group);
-        let min_len = TASK_WORK.div_ceil(task_work.max(1));
+        let task_work = 2 * m * k * task_rows.min(per_group);
+        let min_len = TASK_WORK.div_ceil(task_work);
         (0..tasks)
             .into_par_iter()
             .with_min_len(min_len)
@@ -205,99 +261,43 @@ fn run<W: WeightRows + ?Sized, O: Output>(
     }
 }
 
-/// Products of `count <= ROWS` weight rows with `m` inputs; `store(i, sums)` receives each input's.
-fn panel_product<W: WeightRows + ?Sized>(
+/// Products of some rows with all inputs; `store(i, sums)` receives the rows' sums of each input.
+fn block_product<W: WeightRows + ?Sized>(
     isa: Isa,
     w: &W,
-    first: usize,
-    count: usize,
+    rows: Range<usize>,
     xs: &[f32],
-    m: usize,
-    store: impl Fn(usize, &[f32]),
+    store: impl Fn(usize, &[Lanes]),
 ) {
-    let k = w.cols();
-    let inputs = INPUTS.min(m);
-    let sums_stride = ROWS * LANES;
-    with_scratch(ROWS * COLS + inputs * sums_stride, |scratch| {
-        let (panel, sums) = scratch.split_at_mut(ROWS * COLS);
-        for (chunk, xs) in xs.chunks(inputs * k.max(1)).enumerate() {
-            let m = xs.len() / k.max(1);
-            sums[..m * sums_stride].fill(0.0);
-            for k0 in (0..k).step_by(COLS) {
-                let len = COLS.min(k - k0);
-                for (r, row) in panel.chunks_exact_mut(COLS).take(count).enumerate() {
-                    w.decode(first + r, k0, &mut row[..len]);
-                }
-                let mut i = 0;
-                while i < m {
-                    // Threes fill the registers; four are better as two twos than as three and one.
-                    let c = if m - i == 4 { 2 } else { (m - i).min(3) };
-                    let sums = &mut sums[i * sums_stride..][..c * sums_stride];
-                    let xs = &xs[i * k..][..c * k];
-                    panel_step(isa, panel, count, xs, k, k0, len, sums);
-                    i += c;
-                }
+    let (k, count) = (w.cols(), rows.len());
+    let inputs = (xs.len() / k).min(MANY_INPUTS);
+    let cols = if inputs <= FEW_INPUTS {
+        FEW_VALUES / inputs / 32 * 32
+    } else {
+        MANY_COLS
+    };
+    with_scratch(inputs * count * LANES, |sums| {
+        let sums = sums.as_chunks_mut::<LANES>().0;
+        for (chunk, xs) in xs.chunks(inputs * k).enumerate() {
+            let m = xs.len() / k;
+            let sums = &mut sums[..m * count];
+            sums.fill([0.0; LANES]);
+            for k0 in (0..k).step_by(cols) {
+                let cols = k0..k.min(k0 + cols);
+                w.accumulate(
+                    isa,
+                    &Stretch {
+                        rows: rows.clone(),
+                        cols,
+                        xs,
+                        k,
+                    },
+                    sums,
+                );
             }
-            for i in 0..m {
-                let mut out = [0f32; ROWS];
-                let lanes = sums[i * sums_stride..][..sums_stride]
-                    .as_chunks::<LANES>()
-                    .0;
-                for (out, lanes) in out.iter_mut().zip(lanes) {
-                    *out = sum_lanes(lanes);
-                }
-                store(chunk * inputs + i, &out[..count]);
+            for (i, sums) in sums.chunks_exact(count).enumerate() {
+                store(chunk * inputs + i, sums);
             }
         }
     });
-}
-
-/// Adds columns `k0 .. k0 + len` to the sums of `count` panel rows and up to three inputs.
-fn panel_step(
-    isa: Isa,
-    panel: &[f32],
-    count: usize,
-    xs: &[f32],
-    k: usize,
-    k0: usize,
-    len: usize,
-    sums: &mut [f32],
-) {
-    let inputs = xs.len() / k;
-    let sums_stride = ROWS * LANES;
-    assert!(count <= ROWS && len <= COLS && k0 + len <= k);
-    assert!(panel.len() >= count * COLS && sums.len() == inputs * sums_stride);
-    match isa {
-        Isa::Portable => {
-            for (xs, sums) in xs.chunks_exact(k).zip(sums.chunks_exact_mut(sums_stride)) {
-                let x = &xs[k0..k0 + len];
-                let rows = panel
-                    .chunks_exact(COLS)
-                    .zip(sums.as_chunks_mut::<LANES>().0);
-                for (row, lanes) in rows.take(count) {
-                    for (w, x) in row[..len].chunks(LANES).zip(x.chunks(LANES)) {
-                        for (lane, (w, x)) in lanes.iter_mut().zip(w.iter().zip(x)) {
-                            *lane = w.mul_add(*x, *lane);
-                        }
-                    }
-                }
-            }
-        }
-        #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 => {
-            let (panel, sums) = (panel.as_ptr(), sums.as_mut_ptr());
-            let x = xs[k0..].as_ptr();
-            // SAFETY: the assertions above: `count` rows of `len <= COLS` in the panel, `inputs`
-            // rows of `k` with `k0 + len <= k`, and their sums. `Avx2` is only made where the
-            // processor has it.
-            unsafe {
-                match inputs {
-                    1 => avx2::panel::<1>(panel, COLS, count, x, k, len, sums, sums_stride),
-                    2 => avx2::panel::<2>(panel, COLS, count, x, k, len, sums, sums_stride),
-                    3 => avx2::panel::<3>(panel, COLS, count, x, k, len, sums, sums_stride),
-                    _ => unreachable!("at most three inputs a step"),
-                }
-            }
-        }
-    }
 }

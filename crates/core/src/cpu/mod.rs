@@ -9,6 +9,7 @@ mod convert;
 mod dot;
 mod isa;
 mod matmul;
+mod panel;
 mod rows;
 mod scratch;
 
@@ -17,7 +18,8 @@ pub use convert::{round_bf16, widen, widen_slice};
 pub use dot::{LANES, dot, dot_ref, dot_with, sum_lanes};
 pub use isa::Isa;
 pub use matmul::{
-    WeightRows, dot_rows_by_decoding, grouped_matmul_bf16, matmul, matmul_bf16, matmul_with,
+    FEW_INPUTS, Lanes, Stretch, WeightRows, accumulate_by_decoding, grouped_matmul_bf16, matmul,
+    matmul_bf16, matmul_with,
 };
 pub use rows::{Bf16Rows, F32Rows};
 pub use scratch::with_scratch;

@@ -3,8 +3,8 @@
 use bytes::Bytes;
 
 #[cfg(target_arch = "x86_64")]
-use super::avx2;
-use super::{Isa, WeightRows, dot_rows_by_decoding};
+use super::avx2::{self, Bf16, F32};
+use super::{FEW_INPUTS, Isa, Lanes, Stretch, WeightRows, accumulate_by_decoding};
 
 /// bf16 weights as stored: little-endian, row-major `[rows, cols]`.
 #[derive(Debug, Clone)]
@@ -71,17 +71,15 @@ impl WeightRows for Bf16Rows {
         }
     }
 
-    fn dot_rows(&self, isa: Isa, row0: usize, x: &[f32], out: &mut [f32]) {
+    fn accumulate(&self, isa: Isa, stretch: &Stretch<'_>, sums: &mut [Lanes]) {
         match isa {
-            Isa::Portable => dot_rows_by_decoding(self, isa, row0, x, out),
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => {
-                assert_eq!(x.len(), self.cols);
-                let bytes = &self.bytes[2 * row0 * self.cols..][..2 * out.len() * self.cols];
-                // SAFETY: the slice holds `out.len()` rows of `x.len()` bf16; `Avx2` is only made
-                // where the processor has it.
-                unsafe { avx2::dot_rows_bf16(bytes.as_ptr(), x, out) };
+            Isa::Avx2 if stretch.inputs() <= FEW_INPUTS => {
+                let first = (stretch.rows.start * self.cols + stretch.cols.start) * 2;
+                // SAFETY: `Avx2` is only made where the processor has it.
+                unsafe { avx2::stored::<Bf16>(&self.bytes[first..], 2 * self.cols, stretch, sums) };
             }
+            _ => accumulate_by_decoding(self, isa, stretch, sums),
         }
     }
 }
@@ -103,17 +101,15 @@ impl WeightRows for F32Rows {
         }
     }
 
-    fn dot_rows(&self, isa: Isa, row0: usize, x: &[f32], out: &mut [f32]) {
+    fn accumulate(&self, isa: Isa, stretch: &Stretch<'_>, sums: &mut [Lanes]) {
         match isa {
-            Isa::Portable => dot_rows_by_decoding(self, isa, row0, x, out),
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => {
-                assert_eq!(x.len(), self.cols);
-                let bytes = &self.bytes[4 * row0 * self.cols..][..4 * out.len() * self.cols];
-                // SAFETY: the slice holds `out.len()` rows of `x.len()` f32; `Avx2` is only made
-                // where the processor has it.
-                unsafe { avx2::dot_rows_f32(bytes.as_ptr(), x, out) };
+            Isa::Avx2 if stretch.inputs() <= FEW_INPUTS => {
+                let first = (stretch.rows.start * self.cols + stretch.cols.start) * 4;
+                // SAFETY: `Avx2` is only made where the processor has it.
+                unsafe { avx2::stored::<F32>(&self.bytes[first..], 4 * self.cols, stretch, sums) };
             }
+            _ => accumulate_by_decoding(self, isa, stretch, sums),
         }
     }
 }

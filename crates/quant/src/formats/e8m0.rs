@@ -11,11 +11,11 @@ pub const ONE: u8 = 127;
 
 /// The value of a byte; exact. NaN for 255.
 #[inline]
-pub fn decode(byte: u8) -> f32 {
+pub const fn decode(byte: u8) -> f32 {
     match byte {
         0 => f32::from_bits(0x0040_0000),
         NAN => f32::NAN,
-        b => f32::from_bits(u32::from(b) << 23),
+        b => f32::from_bits((b as u32) << 23),
     }
 }
 

@@ -1,8 +1,13 @@
 //! Packed e2m1 weights with one e8m0 scale per row and 32 columns.
 
 use bytes::Bytes;
-use deepseek_v41_core::{Error, Result, cpu::WeightRows};
+use deepseek_v41_core::{
+    Error, Result,
+    cpu::{FEW_INPUTS, Isa, Lanes, Stretch, WeightRows, accumulate_by_decoding},
+};
 
+#[cfg(target_arch = "x86_64")]
+use super::fp4_avx2;
 use crate::formats::{e2m1, e8m0};
 
 /// Columns that share a weight scale.
@@ -16,8 +21,8 @@ pub const FP4_GROUP: usize = 32;
 /// magnitudes of 2 and more), NaN where the byte is 255, zero codes included.
 #[derive(Debug, Clone)]
 pub struct Fp4Weight {
-    pub(crate) packed: Bytes,
-    pub(crate) scales: Bytes,
+    packed: Bytes,
+    scales: Bytes,
     rows: usize,
     cols: usize,
 }
@@ -49,13 +54,23 @@ impl Fp4Weight {
         })
     }
 
+    /// The stored bytes of codes.
+    pub fn packed(&self) -> &Bytes {
+        &self.packed
+    }
+
+    /// The stored scale bytes.
+    pub fn scales(&self) -> &Bytes {
+        &self.scales
+    }
+
     /// Bytes of codes and scales.
     pub fn byte_len(&self) -> usize {
         self.packed.len() + self.scales.len()
     }
 
     /// The e8m0 bytes of `row`, one per 32 columns.
-    pub(crate) fn row_scales(&self, row: usize) -> &[u8] {
+    fn row_scales(&self, row: usize) -> &[u8] {
         let per_row = self.cols / FP4_GROUP;
         &self.scales[row * per_row..][..per_row]
     }
@@ -71,6 +86,33 @@ impl WeightRows for Fp4Weight {
     }
 
     fn decode(&self, row: usize, k0: usize, out: &mut [f32]) {
+        #[cfg(target_arch = "x86_64")]
+        if Isa::detect() == Isa::Avx2 && k0.is_multiple_of(FP4_GROUP) {
+            let whole = out.len() / FP4_GROUP * FP4_GROUP;
+            let packed = &self.packed[(row * self.cols + k0) / 2..][..whole / 2];
+            let (groups, rest) = out.split_at_mut(whole);
+            // SAFETY: the processor has AVX2.
+            unsafe { fp4_avx2::decode(packed, &self.row_scales(row)[k0 / FP4_GROUP..], groups) };
+            return self.decode_portable(row, k0 + whole, rest);
+        }
+        self.decode_portable(row, k0, out);
+    }
+
+    fn accumulate(&self, isa: Isa, stretch: &Stretch<'_>, sums: &mut [Lanes]) {
+        match isa {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 if stretch.inputs() <= FEW_INPUTS => {
+                // SAFETY: `Isa::Avx2` exists only with AVX2.
+                unsafe { fp4_avx2::accumulate(&self.packed, &self.scales, stretch, sums) };
+            }
+            _ => accumulate_by_decoding(self, isa, stretch, sums),
+        }
+    }
+}
+
+impl Fp4Weight {
+    /// The definition of an element's value.
+    fn decode_portable(&self, row: usize, k0: usize, out: &mut [f32]) {
         let packed = &self.packed[row * (self.cols / 2)..][..self.cols / 2];
         let scales = self.row_scales(row);
         for (i, out) in out.iter_mut().enumerate() {

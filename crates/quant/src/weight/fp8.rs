@@ -3,9 +3,11 @@
 use bytes::Bytes;
 use deepseek_v41_core::{
     Error, Result,
-    cpu::{self, WeightRows},
+    cpu::{self, FEW_INPUTS, Isa, Lanes, Stretch, WeightRows, accumulate_by_decoding},
 };
 
+#[cfg(target_arch = "x86_64")]
+use super::fp8_avx2::{self, Band, STEP};
 use crate::formats::{e4m3, e8m0};
 
 /// Side of the tiles of a released checkpoint.
@@ -20,8 +22,8 @@ pub const FP8_TILE: usize = 32;
 /// behind them.
 #[derive(Debug, Clone)]
 pub struct Fp8Weight {
-    pub(crate) codes: Bytes,
-    pub(crate) scales: Bytes,
+    codes: Bytes,
+    scales: Bytes,
     rows: usize,
     cols: usize,
     tile: usize,
@@ -67,6 +69,16 @@ impl Fp8Weight {
         }
     }
 
+    /// The stored codes.
+    pub fn codes(&self) -> &Bytes {
+        &self.codes
+    }
+
+    /// The stored scale bytes.
+    pub fn scales(&self) -> &Bytes {
+        &self.scales
+    }
+
     /// Side of a tile.
     pub fn tile(&self) -> usize {
         self.tile
@@ -78,7 +90,7 @@ impl Fp8Weight {
     }
 
     /// The e8m0 bytes that `row` uses, one per tile along the columns.
-    pub(crate) fn row_scales(&self, row: usize) -> &[u8] {
+    fn row_scales(&self, row: usize) -> &[u8] {
         let per_row = self.cols / self.tile;
         &self.scales[row / self.tile * per_row..][..per_row]
     }
@@ -94,15 +106,138 @@ impl WeightRows for Fp8Weight {
     }
 
     fn decode(&self, row: usize, k0: usize, out: &mut [f32]) {
+        #[cfg(target_arch = "x86_64")]
+        if Isa::detect() == Isa::Avx2 && self.has_whole_steps() && k0.is_multiple_of(STEP) {
+            return self.decode_avx2(row, k0, out);
+        }
+        self.decode_portable(row, k0, out);
+    }
+
+    fn accumulate(&self, isa: Isa, stretch: &Stretch<'_>, sums: &mut [Lanes]) {
+        match isa {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 if stretch.inputs() <= FEW_INPUTS && self.has_whole_steps() => {
+                self.accumulate_avx2(stretch, sums);
+            }
+            _ => accumulate_by_decoding(self, isa, stretch, sums),
+        }
+    }
+}
+
+impl Fp8Weight {
+    /// The definition of an element's value.
+    fn decode_portable(&self, row: usize, k0: usize, out: &mut [f32]) {
         let codes = &self.codes[row * self.cols + k0..][..out.len()];
         let scales = self.row_scales(row);
         for (i, (out, code)) in out.iter_mut().zip(codes).enumerate() {
-            let value = e4m3::decode(*code) * e8m0::decode(scales[(k0 + i) / self.tile]);
-            *out = if self.rounded {
+            let scale = scales[(k0 + i) / self.tile];
+            let value = e4m3::decode(*code) * e8m0::decode(scale);
+            *out = if self.must_round(scale) {
                 cpu::widen(cpu::round_bf16(value))
             } else {
                 value
             };
         }
+    }
+
+    /// Whether the bf16 form of a value is asked for and differs: 2^-9 times a scale below 2^-124 is
+    /// less than the smallest bf16.
+    fn must_round(&self, scale: u8) -> bool {
+        self.rounded && scale < 3
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    fn has_whole_steps(&self) -> bool {
+        self.tile.is_multiple_of(STEP)
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    fn decode_avx2(&self, row: usize, k0: usize, out: &mut [f32]) {
+        let codes = &self.codes[row * self.cols + k0..][..out.len()];
+        let scales = self.row_scales(row);
+        let whole = out.len() / STEP * STEP;
+        let mut at = if scales.iter().any(|s| self.must_round(*s)) {
+            whole
+        } else {
+            0
+        };
+        self.decode_portable(row, k0, &mut out[..at]);
+        while at < whole {
+            let (first, per_tile) = ((k0 + at) / STEP, self.tile / STEP);
+            let (codes, out) = (&codes[at..whole], &mut out[at..whole]);
+            // SAFETY: only reached with AVX2.
+            let steps = unsafe { fp8_avx2::decode(codes, scales, per_tile, first, out) };
+            at += steps * STEP;
+            if let Some(out) = out.get_mut(steps * STEP..(steps + 1) * STEP) {
+                self.decode_portable(row, k0 + at, out);
+                at += STEP;
+            }
+        }
+        self.decode_portable(row, k0 + whole, &mut out[whole..]);
+    }
+
+    /// Rows of one band of tiles share their scales, which are folded into the inputs.
+    #[cfg(target_arch = "x86_64")]
+    fn accumulate_avx2(&self, s: &Stretch<'_>, sums: &mut [Lanes]) {
+        let (m, len, rows) = (s.inputs(), s.cols.len(), s.rows.len());
+        cpu::with_scratch(m * len, |folded| {
+            let mut row = s.rows.start;
+            while row < s.rows.end {
+                let count = (self.tile - row % self.tile).min(s.rows.end - row);
+                let sums = &mut sums[row - s.rows.start..];
+                let done = self.fold(row, s, folded).then(|| {
+                    let codes = &self.codes[row * self.cols + s.cols.start..];
+                    let (row_bytes, xs, sums_stride) = (self.cols, &*folded, rows);
+                    let b = Band {
+                        codes,
+                        row_bytes,
+                        rows: count,
+                        len,
+                        xs,
+                        sums_stride,
+                    };
+                    // SAFETY: the caller's `Isa::Avx2` exists only with AVX2.
+                    unsafe { fp8_avx2::band(&b, sums) }
+                });
+                // NaN codes, or numbers near the ends of f32: rare enough to be slow.
+                for r in done.unwrap_or_else(|| (0..count).collect()) {
+                    let one = Stretch {
+                        rows: row + r..row + r + 1,
+                        ..s.clone()
+                    };
+                    let mut lanes: Vec<Lanes> = (0..m).map(|i| sums[i * rows + r]).collect();
+                    accumulate_by_decoding(self, Isa::Avx2, &one, &mut lanes);
+                    for (i, lanes) in lanes.into_iter().enumerate() {
+                        sums[i * rows + r] = lanes;
+                    }
+                }
+                row += count;
+            }
+        });
+    }
+
+    /// Writes the stretch's inputs with the scales of `row` folded in; `false` where that would cost
+    /// bits.
+    #[cfg(target_arch = "x86_64")]
+    fn fold(&self, row: usize, s: &Stretch<'_>, folded: &mut [f32]) -> bool {
+        let scales = &self.row_scales(row)[s.cols.start / self.tile..];
+        if scales.iter().any(|scale| self.must_round(*scale)) {
+            return false;
+        }
+        // A stretch may begin inside of a wide tile: its first columns then go by themselves.
+        let head = ((self.tile - s.cols.start % self.tile) % self.tile).min(s.cols.len());
+        folded
+            .chunks_exact_mut(s.cols.len())
+            .enumerate()
+            .all(|(i, folded)| {
+                let (x_head, x) = s.input(i).split_at(head);
+                let (folded_head, folded) = folded.split_at_mut(head);
+                let rest = &scales[usize::from(head > 0)..];
+                // SAFETY: only reached with AVX2.
+                unsafe {
+                    fp8_avx2::fold_scales(x_head, scales, self.tile, folded_head)
+                        && fp8_avx2::fold_scales(x, rest, self.tile, folded)
+                }
+            })
     }
 }
