@@ -1,4 +1,8 @@
 //! Against inputs and outputs saved from the official code.
+#![allow(
+    clippy::unwrap_used,
+    reason = "helpers of tests, where a panic is the report"
+)]
 
 mod common;
 

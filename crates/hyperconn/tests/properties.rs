@@ -1,4 +1,8 @@
 //! Odd shapes, independence of batch and threads, and what is refused.
+#![allow(
+    clippy::unwrap_used,
+    reason = "helpers of tests, where a panic is the report"
+)]
 
 mod common;
 

@@ -1,4 +1,8 @@
 //! Faults other implementations shipped, as small inputs with their right answers.
+#![allow(
+    clippy::unwrap_used,
+    reason = "helpers of tests, where a panic is the report"
+)]
 
 mod common;
 

@@ -4,7 +4,7 @@ use candle_core::{CpuStorage, CustomOp1, DType, Layout, Shape, Tensor};
 use deepseek_v41_core::{Error, Result, cpu};
 use half::bf16;
 
-use super::lanes::for_each_token;
+use super::rows::for_each_token;
 
 /// `xs: [T, dim]` bf16 → `[T, c, dim]` bf16, `c` equal copies.
 ///

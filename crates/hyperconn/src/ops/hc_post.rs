@@ -6,10 +6,10 @@
 //! f32 in ascending `j`, the output's share is added after it, and each element is rounded once.
 
 use candle_core::{CpuStorage, CustomOp3, DType, Layout, Shape, Storage, Tensor};
-use deepseek_v41_core::{Result, cpu};
+use deepseek_v41_core::{Result, cpu, cpu::Isa};
 use half::bf16;
 
-use super::lanes::{Block, LANES, add_scaled, for_each_token, load, store};
+use super::rows::{BLOCK, Block, add_scaled, blocks, for_each_token, for_isa};
 use super::{expect, stream_dims};
 
 /// `y: [T, dim]` bf16, `residual: [T, C, dim]` bf16, `post: [T, C]` f32, `comb: [T, C, C]` f32 →
@@ -34,67 +34,41 @@ pub fn hc_post(y: &Tensor, residual: &Tensor, post: &Tensor, comb: &Tensor) -> R
 
 /// One token: `y: [dim]`, `residual: [C, dim]`, `post: [C]`, `comb: [C, C]` → `out: [C, dim]`.
 pub fn hc_post_ref(y: &[bf16], residual: &[bf16], post: &[f32], comb: &[f32], out: &mut [bf16]) {
-    elements(y, residual, post, comb, 0, out);
-}
-
-/// The elements from `d0` on of every copy, one by one.
-fn elements(
-    y: &[bf16],
-    residual: &[bf16],
-    post: &[f32],
-    comb: &[f32],
-    d0: usize,
-    out: &mut [bf16],
-) {
     let (c, dim) = (post.len(), y.len());
     for k in 0..c {
-        for d in d0..dim {
+        for d in 0..dim {
             let mut mixed = 0f32;
             for j in 0..c {
-                mixed += comb[j * c + k] * residual[j * dim + d].to_f32();
+                mixed += comb[j * c + k] * cpu::widen(residual[j * dim + d]);
             }
-            out[k * dim + d] = cpu::round_bf16(post[k] * y[d].to_f32() + mixed);
+            out[k * dim + d] = cpu::round_bf16(post[k] * cpu::widen(y[d]) + mixed);
         }
     }
 }
 
-/// [`hc_post_ref`] in blocks: elements do not depend on each other, so the bits are the same.
-/// `copies` is scratch for one block of every copy.
+/// [`hc_post_ref`] block by block: elements do not depend on each other, so the bits are the same.
 #[inline(always)]
-fn row(
-    y: &[bf16],
-    residual: &[bf16],
-    post: &[f32],
-    comb: &[f32],
-    copies: &mut [Block],
-    out: &mut [bf16],
-) {
-    let (c, dim) = (copies.len(), y.len());
-    let whole = dim - dim % LANES;
-    for d in (0..whole).step_by(LANES) {
-        for j in 0..c {
-            copies[j] = load(&residual[j * dim + d..]);
-        }
-        let y = load(&y[d..]);
-        for k in 0..c {
-            let mut mixed: Block = [0.0; LANES];
+fn row_body(y: &[bf16], residual: &[bf16], post: &[f32], comb: &[f32], out: &mut [bf16]) {
+    let (c, dim) = (post.len(), y.len());
+    let mut mixed: Block = [0.0; BLOCK];
+    for (d, n) in blocks(dim) {
+        let (mixed, y) = (&mut mixed[..n], &y[d..][..n]);
+        for (k, &post) in post.iter().enumerate() {
+            mixed.fill(0.0);
             for j in 0..c {
-                add_scaled(&mut mixed, comb[j * c + k], &copies[j]);
+                add_scaled(mixed, comb[j * c + k], &residual[j * dim + d..][..n]);
             }
-            let block: Block = std::array::from_fn(|l| post[k] * y[l] + mixed[l]);
-            store(&block, &mut out[k * dim + d..]);
+            let out = &mut out[k * dim + d..][..n];
+            for ((o, y), mixed) in out.iter_mut().zip(y).zip(mixed.iter()) {
+                *o = cpu::round_bf16(post * cpu::widen(*y) + mixed);
+            }
         }
     }
-    elements(y, residual, post, comb, whole, out);
 }
 
-fn token(y: &[bf16], residual: &[bf16], post: &[f32], comb: &[f32], out: &mut [bf16]) {
-    match post.len() {
-        // The released number of copies, known to the compiler: the scratch stays in registers.
-        4 => row(y, residual, post, comb, &mut [[0.0; LANES]; 4], out),
-        c => row(y, residual, post, comb, &mut vec![[0.0; LANES]; c], out),
-    }
-}
+for_isa!(
+    fn row(y: &[bf16], residual: &[bf16], post: &[f32], comb: &[f32], out: &mut [bf16]) = row_body
+);
 
 struct HcPost {
     comb: Tensor,
@@ -123,9 +97,11 @@ impl CustomOp3 for HcPost {
             candle_core::bail!("hc_post: comb is on another device than the stream");
         };
         let comb = cpu::contiguous::<f32>(storage, layout, "hc_post")?;
+        let isa = Isa::detect();
         let mut out = vec![bf16::ZERO; t * c * dim];
         for_each_token(&mut out, c * dim, 2 * (c + 1) * c * dim, |t, out| {
-            token(
+            row(
+                isa,
                 &y[t * dim..(t + 1) * dim],
                 &residual[t * c * dim..(t + 1) * c * dim],
                 &post[t * c..(t + 1) * c],
@@ -143,7 +119,7 @@ mod tests {
 
     #[test]
     fn blocks_are_the_reference_bit_for_bit() {
-        for (c, dim) in [(1, 1), (2, 15), (3, 16), (4, 33), (4, 64), (5, 160)] {
+        for (c, dim) in [(1, 1), (2, 15), (3, 256), (4, 257), (5, 700)] {
             let value = |i: usize| ((i * 7919) % 1013) as f32 / 97.0 - 5.0;
             let bf = |n: usize, from: usize| -> Vec<bf16> {
                 (0..n).map(|i| bf16::from_f32(value(from + i))).collect()
@@ -151,10 +127,13 @@ mod tests {
             let (y, residual) = (bf(dim, 3), bf(c * dim, 11));
             let post: Vec<f32> = (0..c).map(|i| value(i + 5)).collect();
             let comb: Vec<f32> = (0..c * c).map(|i| value(i + 17)).collect();
-            let (mut slow, mut fast) = (vec![bf16::ZERO; c * dim], vec![bf16::ZERO; c * dim]);
+            let mut slow = vec![bf16::ZERO; c * dim];
             hc_post_ref(&y, &residual, &post, &comb, &mut slow);
-            token(&y, &residual, &post, &comb, &mut fast);
-            assert_eq!(slow, fast, "c {c}, dim {dim}");
+            for isa in Isa::available() {
+                let mut fast = vec![bf16::ZERO; c * dim];
+                row(isa, &y, &residual, &post, &comb, &mut fast);
+                assert_eq!(slow, fast, "c {c}, dim {dim}, {isa:?}");
+            }
         }
     }
 }

@@ -3,10 +3,10 @@
 //! `out[d] = sum over c of pre[c] * stream[c][d]`, f32 in ascending `c`, one rounding.
 
 use candle_core::{CpuStorage, CustomOp2, DType, Layout, Shape, Tensor};
-use deepseek_v41_core::{Result, cpu};
+use deepseek_v41_core::{Result, cpu, cpu::Isa};
 use half::bf16;
 
-use super::lanes::{Block, LANES, add_scaled, for_each_token, load, store};
+use super::rows::{BLOCK, Block, add_scaled, blocks, for_each_token, for_isa, round};
 use super::{expect, stream_dims};
 use crate::PreMix;
 
@@ -29,33 +29,31 @@ pub fn hc_pre(stream: &Tensor, pre: &PreMix) -> Result<Tensor> {
 /// One token: `stream: [C, dim]`, `pre: [C]` → `out: [dim]`.
 pub fn hc_pre_ref(stream: &[bf16], pre: &[f32], out: &mut [bf16]) {
     let dim = out.len();
-    elements(stream, pre, dim, 0, out);
-}
-
-/// The elements from `d0` on, one by one.
-fn elements(stream: &[bf16], pre: &[f32], dim: usize, d0: usize, out: &mut [bf16]) {
-    for (i, o) in out.iter_mut().enumerate() {
+    for (d, o) in out.iter_mut().enumerate() {
         let mut sum = 0f32;
         for (c, p) in pre.iter().enumerate() {
-            sum += p * stream[c * dim + d0 + i].to_f32();
+            sum += p * cpu::widen(stream[c * dim + d]);
         }
         *o = cpu::round_bf16(sum);
     }
 }
 
-/// [`hc_pre_ref`] in blocks: elements do not depend on each other, so the bits are the same.
-fn row(stream: &[bf16], pre: &[f32], out: &mut [bf16]) {
+/// [`hc_pre_ref`] block by block: elements do not depend on each other, so the bits are the same.
+#[inline(always)]
+fn row_body(stream: &[bf16], pre: &[f32], out: &mut [bf16]) {
     let dim = out.len();
-    let whole = dim - dim % LANES;
-    for d in (0..whole).step_by(LANES) {
-        let mut acc: Block = [0.0; LANES];
+    let mut acc: Block = [0.0; BLOCK];
+    for (d, n) in blocks(dim) {
+        let acc = &mut acc[..n];
+        acc.fill(0.0);
         for (c, &p) in pre.iter().enumerate() {
-            add_scaled(&mut acc, p, &load(&stream[c * dim + d..]));
+            add_scaled(acc, p, &stream[c * dim + d..][..n]);
         }
-        store(&acc, &mut out[d..]);
+        round(acc, &mut out[d..][..n]);
     }
-    elements(stream, pre, dim, whole, &mut out[whole..]);
 }
+
+for_isa!(fn row(stream: &[bf16], pre: &[f32], out: &mut [bf16]) = row_body);
 
 struct HcPre;
 
@@ -74,9 +72,11 @@ impl CustomOp2 for HcPre {
         let (t, c, dim) = l1.shape().dims3()?;
         let stream = cpu::contiguous::<bf16>(s1, l1, "hc_pre")?;
         let pre = cpu::contiguous::<f32>(s2, l2, "hc_pre")?;
+        let isa = Isa::detect();
         let mut out = vec![bf16::ZERO; t * dim];
         for_each_token(&mut out, dim, 2 * c * dim, |t, out| {
             row(
+                isa,
                 &stream[t * c * dim..(t + 1) * c * dim],
                 &pre[t * c..(t + 1) * c],
                 out,
@@ -92,15 +92,18 @@ mod tests {
 
     #[test]
     fn blocks_are_the_reference_bit_for_bit() {
-        for (c, dim) in [(1, 1), (2, 15), (3, 16), (4, 33), (5, 160)] {
+        for (c, dim) in [(1, 1), (2, 15), (3, 256), (4, 257), (5, 700)] {
             let stream: Vec<bf16> = (0..c * dim)
                 .map(|i| bf16::from_f32(((i * 7919) % 1013) as f32 / 97.0 - 5.0))
                 .collect();
             let pre: Vec<f32> = (0..c).map(|i| 0.3 + i as f32 / 7.0).collect();
-            let (mut slow, mut fast) = (vec![bf16::ZERO; dim], vec![bf16::ZERO; dim]);
+            let mut slow = vec![bf16::ZERO; dim];
             hc_pre_ref(&stream, &pre, &mut slow);
-            row(&stream, &pre, &mut fast);
-            assert_eq!(slow, fast, "c {c}, dim {dim}");
+            for isa in Isa::available() {
+                let mut fast = vec![bf16::ZERO; dim];
+                row(isa, &stream, &pre, &mut fast);
+                assert_eq!(slow, fast, "c {c}, dim {dim}, {isa:?}");
+            }
         }
     }
 }

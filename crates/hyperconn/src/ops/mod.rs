@@ -6,7 +6,7 @@ mod hc_mean;
 mod hc_mixes;
 mod hc_post;
 mod hc_pre;
-mod lanes;
+mod rows;
 mod split_sinkhorn;
 
 use candle_core::{DType, Tensor};

@@ -23,7 +23,7 @@ use candle_core::{CpuStorage, CustomOp3, DType, Layout, Shape, Tensor};
 use deepseek_v41_core::{Error, Result, cpu};
 
 use super::expect;
-use super::lanes::for_each_token;
+use super::rows::for_each_token;
 use crate::Mix;
 
 /// Settings of the Sinkhorn split.
