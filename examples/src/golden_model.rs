@@ -110,7 +110,7 @@ impl GoldenModel {
         let ids = self.expected.integers("ids")?;
         let token = |row: usize, at: usize| ids[row * length + at] as u32;
 
-        let limits = Limits { max_seqs: rows.len(), max_len: length, max_rollback: 0 };
+        let limits = Limits { max_seqs: rows.len(), max_len: length, max_rollback: 0, ..Limits::default() };
         let mut state = ModelState::new(cfg, limits, self.transformer.device())?;
         let seqs: Vec<SequenceId> = rows.iter().map(|_| state.create()).collect::<Result<_>>()?;
         let mut distance = Distance::default();
