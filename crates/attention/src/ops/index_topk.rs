@@ -13,6 +13,7 @@
 //! them are read and scored.
 
 mod cpu;
+mod positions;
 
 use candle_core::{CpuStorage, CustomOp3, DType, Layout, Shape, Storage, Tensor};
 use deepseek_v41_core::{Error, Result, cpu::contiguous};

@@ -28,23 +28,21 @@ pub(crate) fn dot(a: &[bf16], b: &[bf16]) -> f32 {
 
 /// Up to [`TILE`] rows of `dim` values in f32, stored as `[ceil(dim / 16)][TILE][16]`, zero-padded.
 #[derive(Debug)]
-pub(crate) struct Tile {
-    data: Vec<f32>,
+pub(crate) struct Tile<'a> {
+    data: &'a mut [f32],
     dim: usize,
 }
 
-impl Tile {
-    pub(crate) fn new(dim: usize) -> Self {
-        Self {
-            data: vec![0.0; dim.div_ceil(COLS) * BLOCK],
-            dim,
-        }
+impl<'a> Tile<'a> {
+    /// Values of scratch memory a tile takes.
+    pub(crate) fn len(dim: usize) -> usize {
+        dim.div_ceil(COLS) * BLOCK
     }
 
-    /// Values per row.
-    #[inline(always)]
-    pub(crate) fn dim(&self) -> usize {
-        self.dim
+    /// A tile in `data`, whose content does not matter.
+    pub(crate) fn new(data: &'a mut [f32], dim: usize) -> Self {
+        debug_assert_eq!(data.len(), Self::len(dim));
+        Self { data, dim }
     }
 
     /// Number of column blocks.
@@ -65,17 +63,21 @@ impl Tile {
         let (chunks, rest) = row[..self.dim].as_chunks::<COLS>();
         let mut at = r * COLS;
         for chunk in chunks {
-            cpu::widen_slice(chunk, &mut self.data[at..at + COLS]);
+            self.data[at..at + COLS].copy_from_slice(&chunk.map(cpu::widen));
             at += BLOCK;
         }
         if !rest.is_empty() {
-            cpu::widen_slice(rest, &mut self.data[at..at + COLS]);
+            let mut last = [0f32; COLS];
+            for (last, v) in last.iter_mut().zip(rest) {
+                *last = cpu::widen(*v);
+            }
+            self.data[at..at + COLS].copy_from_slice(&last);
         }
     }
 
     /// [`dot`] of rows `r0..r0 + R` with the `W` heads of `panel: [blocks * 16][W]`.
     ///
-    /// Rows that were never set give stale values, which callers ignore.
+    /// Rows that were never set give nonsense, which callers ignore.
     #[inline(always)]
     pub(crate) fn dots<V: Lanes<W>, const R: usize, const W: usize>(
         &self,
@@ -98,17 +100,23 @@ impl Tile {
     }
 }
 
-/// Transposes heads `[heads, dim]` to panels `[ceil(heads / W)][dim rounded up to 16][W]`, zero-padded.
+/// Values [`pack_heads`] writes.
+pub(crate) fn packed_len<const W: usize>(heads: usize, dim: usize) -> usize {
+    heads.next_multiple_of(W) * dim.next_multiple_of(COLS)
+}
+
+/// Transposes `heads: [n, dim]` to panels `[ceil(n / W)][dim rounded up to 16][W]`, zero-padded.
 #[inline(always)]
-pub(crate) fn pack_heads<const W: usize>(heads: &[bf16], dim: usize, out: &mut Vec<f32>) {
-    let count = heads.len() / dim;
+pub(crate) fn pack_heads<const W: usize>(heads: &[bf16], dim: usize, out: &mut [f32]) {
     let rows = dim.next_multiple_of(COLS);
-    out.clear();
-    out.resize(count.div_ceil(W) * rows * W, 0.0);
-    for (h, head) in heads.chunks_exact(dim).enumerate() {
-        let panel = &mut out[h / W * rows * W..][..rows * W];
-        for (k, v) in head.iter().enumerate() {
-            panel[k * W + h % W] = v.to_f32();
+    if dim % COLS != 0 || heads.len() / dim % W != 0 {
+        out.fill(0.0);
+    }
+    for (panel, heads) in out.chunks_exact_mut(rows * W).zip(heads.chunks(W * dim)) {
+        for (h, head) in heads.chunks_exact(dim).enumerate() {
+            for (k, v) in head.iter().enumerate() {
+                panel[k * W + h] = cpu::widen(*v);
+            }
         }
     }
 }

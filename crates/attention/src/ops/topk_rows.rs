@@ -67,6 +67,13 @@ impl TopRows {
         indices.sort_unstable();
         indices
     }
+
+    #[cfg(test)]
+    pub(crate) fn sorted_keys(&self) -> Vec<u64> {
+        let mut keys = self.keys.clone();
+        keys.sort_unstable();
+        keys
+    }
 }
 
 /// Order-preserving 64-bit key: larger is better.

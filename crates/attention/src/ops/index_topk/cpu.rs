@@ -1,12 +1,24 @@
 //! CPU kernel: keys are widened a tile at a time and meet all heads of the query at once.
 
+use std::ops::Range;
+
+use deepseek_v41_core::cpu;
 use half::bf16;
 use rayon::prelude::*;
 
+use super::positions::Query;
 use super::{BlockRows, Scoring, Wanted};
 use crate::ops::simd::{Lanes, Simd, Vectors, dispatch, round_bf16};
-use crate::ops::tile::{COLS, TILE, Tile, pack_heads};
+use crate::ops::tile::{COLS, TILE, Tile, pack_heads, packed_len};
 use crate::ops::topk_rows::TopRows;
+
+/// Positions scored at a time: with the heads of the released shapes, what fits the first-level cache.
+const ROWS: usize = 32;
+
+/// Rows in flight in any instruction set's kernel.
+const MAX_ROWS: usize = 8;
+
+const _: () = assert!(ROWS <= TILE && ROWS % MAX_ROWS == 0);
 
 /// Positions a thread takes at least when one query is spread over threads: each part may keep up to
 /// `k` entries that have to be merged.
@@ -46,58 +58,42 @@ fn select_with(
         .map(|t| Query::new(t, scoring, wanted, candidates))
         .collect();
     let positions: usize = queries.iter().map(Query::positions).sum();
+    let parallel = cpu::should_parallelise(2 * positions * scoring.heads * scoring.dim);
     let threads = rayon::current_num_threads();
-    let parallel =
-        deepseek_v41_core::cpu::should_parallelise(2 * positions * scoring.heads * scoring.dim);
-    let new = || Scan::new(simd, scoring, wanted);
+    let scan = |query: &Query<'_>, units| Scan::new(simd, scoring, wanted, query).run(units);
+    let outputs = queries
+        .iter()
+        .zip(rows_mut(topk, k, queries.len()))
+        .zip(rows_mut(blocks, topk_blocks, queries.len()));
 
-    // A step with few queries spreads each one's positions; the kept set of a merge does not depend
-    // on where the cuts were.
-    if parallel && queries.len() < 2 * threads {
-        let parts: Vec<(usize, std::ops::Range<usize>)> = queries
+    if !parallel {
+        for ((query, topk), blocks) in outputs {
+            scan(query, 0..query.units()).write(query, topk, blocks);
+        }
+    } else if queries.len() >= 2 * threads {
+        let outputs: Vec<_> = outputs.collect();
+        outputs.into_par_iter().for_each(|((query, topk), blocks)| {
+            scan(query, 0..query.units()).write(query, topk, blocks);
+        });
+    } else {
+        // Few queries: the positions of each are spread. What a merge keeps does not depend on where
+        // the cuts were.
+        let parts: Vec<(usize, Range<usize>)> = queries
             .iter()
             .enumerate()
             .flat_map(|(t, q)| q.parts(2 * threads, min_part).map(move |part| (t, part)))
             .collect();
-        let kept: Vec<(TopRows, TopRows)> = parts
+        let kept: Vec<Kept> = parts
             .par_iter()
-            .map_init(new, |scan, (t, part)| {
-                scan.query(&queries[*t], part.clone());
-                scan.take()
-            })
+            .map(|(t, part)| scan(&queries[*t], part.clone()))
             .collect();
-        for (t, query) in queries.iter().enumerate() {
-            let (mut rows, mut ids) = (TopRows::new(k), TopRows::new(topk_blocks));
-            for (_, (part_rows, part_ids)) in parts.iter().zip(&kept).filter(|(p, _)| p.0 == t) {
-                rows.merge(part_rows);
-                ids.merge(part_ids);
+        for (t, ((query, topk), blocks)) in outputs.enumerate() {
+            let mut all = Kept::new(wanted);
+            for (_, part) in parts.iter().zip(&kept).filter(|((of, _), _)| *of == t) {
+                all.rows.merge(&part.rows);
+                all.blocks.merge(&part.blocks);
             }
-            query.write(
-                &mut rows,
-                &mut ids,
-                at(topk, t, k),
-                at(blocks, t, topk_blocks),
-            );
-        }
-        return;
-    }
-
-    let one = |scan: &mut Scan<'_>, query: &Query<'_>, topk: &mut [i32], blocks: &mut [i32]| {
-        scan.query(query, 0..query.units());
-        query.write(&mut scan.rows, &mut scan.ids, topk, blocks);
-    };
-    let topk = rows_mut(topk, k, queries.len());
-    let blocks = rows_mut(blocks, topk_blocks, queries.len());
-    if parallel {
-        (queries.par_iter(), topk, blocks)
-            .into_par_iter()
-            .for_each_init(new, |scan, (query, topk, blocks)| {
-                one(scan, query, topk, blocks)
-            });
-    } else {
-        let mut scan = new();
-        for ((query, topk), blocks) in queries.iter().zip(topk).zip(blocks) {
-            one(&mut scan, query, topk, blocks);
+            all.write(query, topk, blocks);
         }
     }
 }
@@ -113,290 +109,196 @@ fn rows_mut(mut out: &mut [i32], width: usize, rows: usize) -> Vec<&mut [i32]> {
     split
 }
 
-fn at(out: &mut [i32], t: usize, width: usize) -> &mut [i32] {
-    &mut out[t * width..][..width]
+/// The best of what was scored so far.
+struct Kept {
+    rows: TopRows,
+    blocks: TopRows,
 }
 
-/// The positions one query has to look at, in units: blocks of consecutive positions that are never
-/// cut apart.
-#[derive(Debug, Clone, Copy)]
-struct Query<'a> {
-    t: usize,
-    base: u32,
-    visible: usize,
-    unit: usize,
-    /// Units to visit, all of them if `None`.
-    ids: Option<&'a [i32]>,
-}
-
-impl<'a> Query<'a> {
-    fn new(
-        t: usize,
-        scoring: &Scoring<'_>,
-        wanted: Wanted,
-        candidates: Option<BlockRows<'a>>,
-    ) -> Self {
-        let span = scoring.spans[t];
-        let visible = span.visible as usize;
-        let (unit, ids) = match candidates {
-            None => (
-                wanted.block.saturating_mul(TILE.div_ceil(wanted.block)),
-                None,
-            ),
-            Some(c) => {
-                let ids = &c.ids[t * c.width..][..c.width];
-                // Ascending ids: what lies past the visible positions, and the -1 tail, is a suffix.
-                let used = ids
-                    .iter()
-                    .take_while(|&&id| id >= 0 && (id as usize).saturating_mul(c.block) < visible);
-                (c.block, Some(&ids[..used.count()]))
-            }
-        };
+impl Kept {
+    fn new(wanted: Wanted) -> Self {
         Self {
-            t,
-            base: span.base,
-            visible,
-            unit,
-            ids,
+            rows: TopRows::new(wanted.k),
+            blocks: TopRows::new(wanted.topk_blocks),
         }
     }
 
-    fn units(&self) -> usize {
-        self.ids
-            .map_or(self.visible.div_ceil(self.unit), <[i32]>::len)
-    }
-
-    /// Upper bound of the number of positions.
-    fn positions(&self) -> usize {
-        self.units().saturating_mul(self.unit).min(self.visible)
-    }
-
-    /// Positions of unit `i`.
-    fn unit(&self, i: usize) -> std::ops::Range<usize> {
-        let id = self.ids.map_or(i, |ids| ids[i] as usize);
-        let start = id * self.unit;
-        start..start.saturating_add(self.unit).min(self.visible)
-    }
-
-    /// At most `count` runs of units of about equal length, each of `min_part` positions or more.
-    fn parts(
-        &self,
-        count: usize,
-        min_part: usize,
-    ) -> impl Iterator<Item = std::ops::Range<usize>> + use<> {
-        let units = self.units();
-        let least = min_part.div_ceil(self.unit);
-        let step = units.div_ceil(count).max(least);
-        (0..units)
-            .step_by(step)
-            .map(move |start| start..(start + step).min(units))
-    }
-
-    /// The newest visible position's block is in, whatever it scored.
-    fn newest_block(&self, block: usize) -> Option<u32> {
-        (self.visible > 0).then(|| ((self.visible - 1) / block) as u32)
-    }
-
-    fn write(&self, rows: &mut TopRows, ids: &mut TopRows, topk: &mut [i32], blocks: &mut [i32]) {
-        for (out, position) in topk.iter_mut().zip(rows.drain_ascending()) {
-            *out = (self.base + position) as i32;
+    fn write(mut self, query: &Query<'_>, topk: &mut [i32], blocks: &mut [i32]) {
+        for (out, position) in topk.iter_mut().zip(self.rows.drain_ascending()) {
+            *out = (query.base + position) as i32;
         }
-        for (out, id) in blocks.iter_mut().zip(ids.drain_ascending()) {
+        for (out, id) in blocks.iter_mut().zip(self.blocks.drain_ascending()) {
             *out = id as i32;
         }
     }
 }
 
-/// One thread's pass over positions and what it keeps of them.
+/// One pass over positions of one query.
 struct Scan<'a> {
     simd: Simd,
     scoring: &'a Scoring<'a>,
-    wanted: Wanted,
-    /// Token whose heads are packed.
-    packed: Option<usize>,
-    panels: Vec<f32>,
-    weights: Vec<f32>,
-    tile: Tile,
-    terms: Vec<f32>,
-    /// Positions of the current tile and their scores.
-    positions: Vec<u32>,
-    scores: Vec<f32>,
-    rows: TopRows,
-    ids: TopRows,
+    query: &'a Query<'a>,
+    block: u32,
+    want_blocks: bool,
+    kept: Kept,
+    /// The block being scored and its best score so far.
+    open: Option<(u32, f32)>,
 }
 
 impl<'a> Scan<'a> {
-    fn new(simd: Simd, scoring: &'a Scoring<'a>, wanted: Wanted) -> Self {
+    fn new(simd: Simd, scoring: &'a Scoring<'a>, wanted: Wanted, query: &'a Query<'a>) -> Self {
+        let (block, want_blocks) = (wanted.block as u32, wanted.topk_blocks > 0);
+        let kept = Kept::new(wanted);
         Self {
             simd,
             scoring,
-            wanted,
-            packed: None,
-            panels: Vec::new(),
-            weights: Vec::new(),
-            tile: Tile::new(scoring.dim),
-            terms: Vec::new(),
-            positions: Vec::with_capacity(TILE),
-            scores: vec![0.0; TILE],
-            rows: TopRows::new(wanted.k),
-            ids: TopRows::new(wanted.topk_blocks),
+            query,
+            block,
+            want_blocks,
+            kept,
+            open: None,
         }
     }
 
-    /// What was kept, leaving the scan empty.
-    fn take(&mut self) -> (TopRows, TopRows) {
-        let rows = std::mem::replace(&mut self.rows, TopRows::new(self.wanted.k));
-        (
-            rows,
-            std::mem::replace(&mut self.ids, TopRows::new(self.wanted.topk_blocks)),
-        )
-    }
-
-    /// Scores the positions of `units` of a query.
-    fn query(&mut self, query: &Query<'_>, units: std::ops::Range<usize>) {
-        self.pack(query.t);
-        // The block being scored and its best score so far.
-        let mut open: Option<(u32, f32)> = None;
-        for unit in units {
-            for position in query.unit(unit) {
-                self.positions.push(position as u32);
-                if self.positions.len() == TILE {
-                    self.flush(query, &mut open);
-                }
-            }
-        }
-        self.flush(query, &mut open);
-        self.close(query, open);
-    }
-
-    fn pack(&mut self, t: usize) {
-        if self.packed == Some(t) {
-            return;
-        }
+    /// Scores the positions of `units`, a tile at a time.
+    fn run(mut self, units: Range<usize>) -> Kept {
         let Scoring {
             q,
             weights,
+            keys,
             heads,
             dim,
             ..
         } = *self.scoring;
-        let q = &q[t * heads * dim..][..heads * dim];
-        match heads > 8 {
-            true => pack_heads::<16>(q, dim, &mut self.panels),
-            false => pack_heads::<8>(q, dim, &mut self.panels),
-        }
-        self.weights.clear();
-        self.weights
-            .extend(weights[t * heads..][..heads].iter().map(|w| w.to_f32()));
-        self.weights.resize(heads.next_multiple_of(16), 0.0);
-        self.packed = Some(t);
+        let t = self.query.t;
+        let (q, weights) = (
+            &q[t * heads * dim..][..heads * dim],
+            &weights[t * heads..][..heads],
+        );
+        let packed = if heads > 8 {
+            packed_len::<16>
+        } else {
+            packed_len::<8>
+        }(heads, dim);
+        let padded = heads.next_multiple_of(16);
+        cpu::with_scratch(
+            Tile::len(dim) + packed + MAX_ROWS * padded + padded,
+            |scratch| {
+                let (tile, scratch) = scratch.split_at_mut(Tile::len(dim));
+                let (panels, scratch) = scratch.split_at_mut(packed);
+                let (wide, terms) = scratch.split_at_mut(padded);
+                match heads > 8 {
+                    true => pack_heads::<16>(q, dim, panels),
+                    false => pack_heads::<8>(q, dim, panels),
+                }
+                wide.fill(0.0);
+                cpu::widen_slice(weights, wide);
+                let mut job = Job {
+                    keys: &keys[self.query.base as usize * dim..],
+                    tile: Tile::new(tile, dim),
+                    panels,
+                    weights: wide,
+                    terms,
+                    heads,
+                    dim,
+                };
+                let mut positions = [0u32; ROWS];
+                let mut n = 0;
+                for position in units.flat_map(|unit| self.query.unit(unit)) {
+                    positions[n] = position as u32;
+                    n += 1;
+                    if n == ROWS {
+                        self.score(&mut job, &positions);
+                        n = 0;
+                    }
+                }
+                self.score(&mut job, &positions[..n]);
+            },
+        );
+        self.close();
+        self.kept
     }
 
-    /// Scores the tile gathered so far and hands its positions on.
-    fn flush(&mut self, query: &Query<'_>, open: &mut Option<(u32, f32)>) {
-        let Scoring {
-            keys, heads, dim, ..
-        } = *self.scoring;
-        let job = Job {
-            keys: &keys[query.base as usize * dim..],
-            positions: &self.positions,
-            panels: &self.panels,
-            weights: &self.weights,
-            heads,
-        };
-        if heads > 8 {
-            score(
-                self.simd,
-                &job,
-                &mut self.tile,
-                &mut self.terms,
-                &mut self.scores,
-            );
-        } else {
-            score_few(
-                self.simd,
-                &job,
-                &mut self.tile,
-                &mut self.terms,
-                &mut self.scores,
-            );
+    fn score(&mut self, job: &mut Job<'_>, positions: &[u32]) {
+        let mut scores = [0f32; ROWS];
+        match job.heads > 8 {
+            true => score(self.simd, job, positions, &mut scores),
+            false => score_few(self.simd, job, positions, &mut scores),
         }
-        for i in 0..self.positions.len() {
-            let (position, score) = (self.positions[i], self.scores[i]);
-            self.rows.push(score, position);
-            if self.wanted.topk_blocks > 0 {
-                let id = position / self.wanted.block as u32;
-                match open {
-                    Some((current, best)) if *current == id => *best = best.max(score),
+        for (&position, &score) in positions.iter().zip(&scores) {
+            self.kept.rows.push(score, position);
+            if self.want_blocks {
+                let id = position / self.block;
+                match &mut self.open {
+                    Some((open, best)) if *open == id => *best = best.max(score),
                     _ => {
+                        self.close();
                         // `max` drops NaN, which counts as minus infinity.
-                        let next = Some((id, score.max(f32::NEG_INFINITY)));
-                        let done = std::mem::replace(open, next);
-                        self.close(query, done);
+                        self.open = Some((id, score.max(f32::NEG_INFINITY)));
                     }
                 }
             }
         }
-        self.positions.clear();
     }
 
-    /// A block whose last position has been scored.
-    fn close(&mut self, query: &Query<'_>, block: Option<(u32, f32)>) {
-        if let Some((id, best)) = block {
-            let pinned = query.newest_block(self.wanted.block) == Some(id);
-            if pinned {
-                self.ids.push(f32::INFINITY, id);
+    /// Keeps or drops the block whose last position has been scored.
+    fn close(&mut self) {
+        if let Some((id, best)) = self.open.take() {
+            let newest = (self.query.visible as u32 - 1) / self.block;
+            if id == newest {
+                self.kept.blocks.push(f32::INFINITY, id);
             } else if best > f32::NEG_INFINITY {
-                self.ids.push(best, id);
+                self.kept.blocks.push(best, id);
             }
         }
     }
 }
 
-/// A tile's worth of scoring.
+/// What scoring a tile of positions needs.
 struct Job<'a> {
     /// From the query's position 0 on.
     keys: &'a [bf16],
-    positions: &'a [u32],
+    tile: Tile<'a>,
+    /// The query's heads, transposed.
     panels: &'a [f32],
+    /// `[heads padded]`.
     weights: &'a [f32],
+    /// Scratch, `[MAX_ROWS][heads padded]`.
+    terms: &'a mut [f32],
     heads: usize,
+    dim: usize,
 }
 
 dispatch! {
-    /// `scores[i]` for each of `job.positions`, as `index_score_ref`, bit for bit.
-    fn score<16>(
-        job: &Job<'_>, tile: &mut Tile, terms: &mut Vec<f32>, scores: &mut [f32],
-    ) = score_body
+    /// `scores[i]` for each position, as `index_score_ref`, bit for bit.
+    fn score<16>(job: &mut Job<'_>, positions: &[u32], scores: &mut [f32]) = score_body
 }
 
 dispatch! {
     /// [`score`] for at most 8 heads.
-    fn score_few<8>(
-        job: &Job<'_>, tile: &mut Tile, terms: &mut Vec<f32>, scores: &mut [f32],
-    ) = score_body
+    fn score_few<8>(job: &mut Job<'_>, positions: &[u32], scores: &mut [f32]) = score_body
 }
 
 #[inline(always)]
 fn score_body<V: Vectors<W>, const R: usize, const W: usize>(
-    job: &Job<'_>,
-    tile: &mut Tile,
-    terms: &mut Vec<f32>,
+    job: &mut Job<'_>,
+    positions: &[u32],
     scores: &mut [f32],
 ) {
-    let Job {
+    let &mut Job {
         keys,
-        positions,
+        ref mut tile,
         panels,
         weights,
+        ref mut terms,
         heads,
-    } = *job;
-    let dim = tile.dim();
+        dim,
+    } = job;
     for (r, &position) in positions.iter().enumerate() {
         tile.set_row(r, &keys[position as usize * dim..][..dim]);
     }
     let padded = heads.next_multiple_of(W);
-    terms.resize(R * padded, 0.0);
+    let terms = &mut terms[..R * padded];
     for r0 in (0..positions.len()).step_by(R) {
         for (i, panel) in panels.chunks_exact(tile.blocks() * COLS * W).enumerate() {
             let dots = tile.dots::<V::Of, R, W>(r0, panel);
@@ -419,8 +321,102 @@ fn score_body<V: Vectors<W>, const R: usize, const W: usize>(
                 sums[r] += terms[r * padded + h];
             }
         }
-        for r in 0..R.min(positions.len() - r0) {
-            scores[r0 + r] = round_bf16(sums[r]);
+        for (score, sum) in scores[r0..].iter_mut().zip(sums) {
+            *score = round_bf16(sum);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use deepseek_v41_testing::random_bf16;
+
+    use super::*;
+    use crate::ops::index_topk::{IndexSpan, index_score_ref};
+
+    #[test]
+    fn every_instruction_set_gives_the_reference_bits() {
+        for (heads, dim, n) in [(1, 8, 3), (5, 40, 70), (16, 64, 64), (33, 24, 100)] {
+            let q = random_bf16(heads * dim, 1.0, 1);
+            let weights = random_bf16(heads, 1.0, 2);
+            let keys = random_bf16(n * dim, 1.0, 3);
+            let spans = [IndexSpan {
+                base: 0,
+                visible: n as u32,
+            }];
+            let scoring = Scoring {
+                q: &q,
+                weights: &weights,
+                keys: &keys,
+                spans: &spans,
+                heads,
+                dim,
+            };
+            let wanted = Wanted {
+                k: n,
+                topk_blocks: 0,
+                block: 1,
+            };
+            let query = Query::new(0, &scoring, wanted, None);
+            let want: Vec<f32> = keys
+                .chunks(dim)
+                .map(|key| index_score_ref(&q, &weights, key))
+                .collect();
+            for simd in Simd::available() {
+                // Scratch left over from others must not show.
+                cpu::with_scratch(1 << 16, |scratch| scratch.fill(f32::NAN));
+                let kept = Scan::new(simd, &scoring, wanted, &query).run(0..query.units());
+                let mut all = TopRows::new(n);
+                want.iter()
+                    .enumerate()
+                    .for_each(|(j, &score)| all.push(score, j as u32));
+                assert_eq!(kept.rows.sorted_keys(), all.sorted_keys(), "{simd:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn parts_do_not_matter() {
+        let (heads, dim, n) = (4, 64, 1500);
+        let q = random_bf16(heads * dim, 1.0, 1);
+        let weights = random_bf16(heads, 1.0, 2);
+        let keys = random_bf16(n * dim, 1.0, 3);
+        let spans = [IndexSpan {
+            base: 0,
+            visible: n as u32,
+        }];
+        let scoring = Scoring {
+            q: &q,
+            weights: &weights,
+            keys: &keys,
+            spans: &spans,
+            heads,
+            dim,
+        };
+        let wanted = Wanted {
+            k: 48,
+            topk_blocks: 9,
+            block: 7,
+        };
+        let run = |threads, min_part| {
+            let (mut topk, mut blocks) = (vec![-1; 48], vec![-1; 9]);
+            deepseek_v41_testing::with_threads(threads, || {
+                let simd = Simd::detect();
+                select_with(
+                    simd,
+                    min_part,
+                    &scoring,
+                    wanted,
+                    None,
+                    &mut topk,
+                    &mut blocks,
+                );
+            });
+            (topk, blocks)
+        };
+        let whole = run(1, 2048);
+        for (threads, min_part) in [(2, 1), (3, 100), (8, 1)] {
+            assert_eq!(run(threads, min_part), whole);
         }
     }
 }

@@ -3,15 +3,19 @@
 //! Scores put heads side by side in vector lanes, values put columns: both are small matrix products
 //! whose every element is one chain of multiply-adds, the one of `sparse_attn_ref`.
 
+use deepseek_v41_core::cpu;
 use half::bf16;
 use rayon::prelude::*;
 
 use super::{KvRows, NO_MAX, valid_rows};
 use crate::ops::simd::{Lanes, Simd, Vectors, dispatch, exp, round_bf16};
-use crate::ops::tile::{COLS, TILE, Tile, pack_heads};
+use crate::ops::tile::{COLS, TILE, Tile, pack_heads, packed_len};
 
 /// Heads a thread takes at least when a query is split: enough to repay widening the rows again.
 const MIN_HEADS: usize = 16;
+
+/// Up to so many heads, vectors of this many lanes waste less than the usual 16.
+const FEW: usize = 8;
 
 /// As `sparse_attn_ref`, bit for bit.
 pub(super) fn sparse_attn(
@@ -36,31 +40,36 @@ fn sparse_attn_with<'a>(
 ) {
     let heads = sink.len();
     let row = heads * dim;
-    let width: usize = scopes.iter().map(|s| s.width).sum();
-    // Queries are the natural unit; a step with fewer of them than threads splits their heads.
-    let (queries, threads) = (out.len() / row, rayon::current_num_threads());
-    let parallel = deepseek_v41_core::cpu::should_parallelise(4 * q.len() * width);
-    let split = match parallel && queries > 0 && queries < 2 * threads {
-        true => heads.div_ceil(threads).next_multiple_of(MIN_HEADS),
-        false => heads,
-    };
-    let run = |scratch: &mut Scratch<'a>, t: usize, h0: usize, out: &mut [bf16]| {
-        valid_rows(scopes, t, dim, &mut scratch.rows);
+    let attend = |rows: &mut Vec<&'a [bf16]>, t: usize, h0: usize, out: &mut [bf16]| {
+        valid_rows(scopes, t, dim, rows);
         let n = out.len() / dim;
-        let q = &q[t * row + h0 * dim..][..n * dim];
-        if n > 8 {
-            attend(simd, q, &sink[h0..h0 + n], scale, scratch, out);
-        } else {
-            attend_few(simd, q, &sink[h0..h0 + n], scale, scratch, out);
-        }
+        let query = Query {
+            q: &q[t * row + h0 * dim..][..n * dim],
+            sink: &sink[h0..][..n],
+            rows,
+            dim,
+            scale,
+        };
+        // Outside of the kernel: a closure inside would not be compiled for its instruction set.
+        cpu::with_scratch(scratch_lens(n, dim).iter().sum(), |scratch| match n > FEW {
+            true => attend(simd, &query, scratch, out),
+            false => attend_few(simd, &query, scratch, out),
+        });
     };
-    if !parallel {
-        let mut scratch = Scratch::new(dim);
+    let width: usize = scopes.iter().map(|s| s.width).sum();
+    if !cpu::should_parallelise(4 * q.len() * width) {
+        let mut rows = Vec::with_capacity(width);
         for (t, out) in out.chunks_exact_mut(row).enumerate() {
-            run(&mut scratch, t, 0, out);
+            attend(&mut rows, t, 0, out);
         }
         return;
     }
+    // Queries are the natural unit; a step with fewer of them than threads splits their heads.
+    let (queries, threads) = (q.len() / row, rayon::current_num_threads());
+    let split = match queries < 2 * threads {
+        true => heads.div_ceil(threads).next_multiple_of(MIN_HEADS),
+        false => heads,
+    };
     let tasks: Vec<(usize, usize, &mut [bf16])> = out
         .chunks_exact_mut(row)
         .enumerate()
@@ -71,102 +80,67 @@ fn sparse_attn_with<'a>(
         })
         .collect();
     tasks.into_par_iter().for_each_init(
-        || Scratch::new(dim),
-        |scratch, (t, h0, out)| run(scratch, t, h0, out),
+        || Vec::with_capacity(width),
+        |rows, (t, h0, out)| attend(rows, t, h0, out),
     );
 }
 
-/// What one thread reuses from query to query.
-struct Scratch<'a> {
-    rows: Vec<&'a [bf16]>,
-    tile: Tile,
-    /// The query's heads as panels.
-    panels: Vec<f32>,
-    /// Scores, then probabilities: `[TILE][heads padded]`.
-    p: Vec<f32>,
-    /// `[column blocks][heads padded][16]`.
-    o: Vec<f32>,
-    m: Vec<f32>,
-    l: Vec<f32>,
-    c: Vec<f32>,
-    sum: Vec<f32>,
-}
-
-impl Scratch<'_> {
-    fn new(dim: usize) -> Self {
-        let [panels, p, o, m, l, c, sum] = [const { Vec::new() }; 7];
-        Self {
-            rows: Vec::new(),
-            tile: Tile::new(dim),
-            panels,
-            p,
-            o,
-            m,
-            l,
-            c,
-            sum,
-        }
-    }
+/// Some heads of one query and the rows they see.
+struct Query<'a> {
+    /// `[n, dim]`.
+    q: &'a [bf16],
+    sink: &'a [f32],
+    rows: &'a [&'a [bf16]],
+    dim: usize,
+    scale: f32,
 }
 
 dispatch! {
-    /// One query's heads `q: [n, dim]` over `scratch.rows`.
-    fn attend<16>(
-        q: &[bf16], sink: &[f32], scale: f32, scratch: &mut Scratch<'_>, out: &mut [bf16],
-    ) = attend_body
+    /// The heads' result, `out: [n, dim]`.
+    fn attend<16>(query: &Query<'_>, scratch: &mut [f32], out: &mut [bf16]) = attend_body
 }
 
 dispatch! {
-    /// [`attend`] for at most 8 heads.
-    fn attend_few<8>(
-        q: &[bf16], sink: &[f32], scale: f32, scratch: &mut Scratch<'_>, out: &mut [bf16],
-    ) = attend_body
+    /// [`attend`] for at most [`FEW`] heads.
+    fn attend_few<8>(query: &Query<'_>, scratch: &mut [f32], out: &mut [bf16]) = attend_body
 }
 
 #[inline(always)]
 fn attend_body<V: Vectors<W> + Vectors<COLS>, const R: usize, const W: usize>(
-    q: &[bf16],
-    sink: &[f32],
-    scale: f32,
-    scratch: &mut Scratch<'_>,
+    query: &Query<'_>,
+    scratch: &mut [f32],
     out: &mut [bf16],
 ) {
-    let Scratch {
+    let Query {
+        q,
+        sink,
         rows,
-        tile,
-        panels,
-        p,
-        o,
-        m,
-        l,
-        c,
-        sum,
-    } = scratch;
+        dim,
+        scale,
+    } = *query;
     if rows.is_empty() {
         out.fill(bf16::ZERO);
         return;
     }
     let heads = sink.len();
-    let dim = q.len() / heads;
     let padded = heads.next_multiple_of(W);
-    let blocks = tile.blocks();
+    let blocks = dim.div_ceil(COLS);
+    let [tile, panels, p, o, m, l, c, sum] = carve(scratch, scratch_lens(heads, dim));
+    let mut tile = Tile::new(tile, dim);
     pack_heads::<W>(q, dim, panels);
-    p.resize(TILE * padded, 0.0);
-    reset(o, blocks * padded * COLS, 0.0);
-    reset(m, padded, NO_MAX);
-    reset(l, padded, 0.0);
-    reset(c, padded, 0.0);
-    reset(sum, padded, 0.0);
+    o.fill(0.0);
+    m.fill(NO_MAX);
+    l.fill(0.0);
 
     for rows in rows.chunks(TILE) {
         for (r, row) in rows.iter().enumerate() {
             tile.set_row(r, row);
         }
         for (i, panel) in panels.chunks_exact(blocks * COLS * W).enumerate() {
-            // Whole groups of R rows: the last group's surplus is stale and never read.
+            let scale = <V as Vectors<W>>::Of::splat(scale);
+            // Whole groups of R rows: the last group's surplus is nonsense and never read.
             for r0 in (0..rows.len()).step_by(R) {
                 let dots = tile.dots::<<V as Vectors<W>>::Of, R, W>(r0, panel);
-                let scale = <V as Vectors<W>>::Of::splat(scale);
                 for (r, dots) in dots.into_iter().enumerate() {
                     let (p, _) = p[(r0 + r) * padded..][..padded].as_chunks_mut::<W>();
                     dots.mul(scale).store(&mut p[i]);
@@ -177,9 +151,9 @@ fn attend_body<V: Vectors<W> + Vectors<COLS>, const R: usize, const W: usize>(
         for b in 0..blocks {
             let values = &tile.block(b)[..rows.len() * COLS];
             let o = &mut o[b * padded * COLS..][..padded * COLS];
-            for h0 in (0..heads).step_by(R) {
-                let o = &mut o[h0 * COLS..][..R * COLS];
-                accumulate::<<V as Vectors<COLS>>::Of, R>(values, &p[h0..], padded, &c[h0..], o);
+            for h in (0..heads).step_by(R) {
+                let o = &mut o[h * COLS..][..R * COLS];
+                accumulate::<<V as Vectors<COLS>>::Of, R>(values, &p[h..], &c[h..], padded, o);
             }
         }
     }
@@ -189,19 +163,43 @@ fn attend_body<V: Vectors<W> + Vectors<COLS>, const R: usize, const W: usize>(
         for (b, out) in out.chunks_mut(COLS).enumerate() {
             let o = &o[(b * padded + h) * COLS..][..COLS];
             for (out, o) in out.iter_mut().zip(o) {
-                *out = bf16::from_bits((round_bf16(o / l).to_bits() >> 16) as u16);
+                *out = cpu::round_bf16(o / l);
             }
         }
     }
 }
 
-fn reset(v: &mut Vec<f32>, len: usize, value: f32) {
-    v.clear();
-    v.resize(len, value);
+/// Values of scratch for so many heads: tile, panels, p, o, and m, l, c, sum.
+fn scratch_lens(heads: usize, dim: usize) -> [usize; 8] {
+    let (lanes, panels) = match heads > FEW {
+        true => (16, packed_len::<16>(heads, dim)),
+        false => (FEW, packed_len::<FEW>(heads, dim)),
+    };
+    let padded = heads.next_multiple_of(lanes);
+    let o = dim.next_multiple_of(COLS) * padded;
+    [
+        Tile::len(dim),
+        panels,
+        TILE * padded,
+        o,
+        padded,
+        padded,
+        padded,
+        padded,
+    ]
+}
+
+/// Consecutive parts of `scratch`.
+fn carve<const N: usize>(mut scratch: &mut [f32], lens: [usize; N]) -> [&mut [f32]; N] {
+    lens.map(|len| {
+        let (part, rest) = std::mem::take(&mut scratch).split_at_mut(len);
+        scratch = rest;
+        part
+    })
 }
 
 /// One step of the recurrence for all heads: scores `p: [rows][heads]` become rounded probabilities,
-/// `m` and `l` move on, `c` receives the correction of `o`.
+/// `m` and `l` move on, `c` receives the correction of `o`. `sum` is scratch.
 #[inline(always)]
 fn softmax(p: &mut [f32], m: &mut [f32], l: &mut [f32], c: &mut [f32], sum: &mut [f32]) {
     let heads = m.len();
@@ -231,17 +229,16 @@ fn softmax(p: &mut [f32], m: &mut [f32], l: &mut [f32], c: &mut [f32], sum: &mut
 fn accumulate<V: Lanes<COLS>, const R: usize>(
     values: &[f32],
     p: &[f32],
-    stride: usize,
     c: &[f32],
+    stride: usize,
     o: &mut [f32],
 ) {
     let (o, _) = o.as_chunks_mut::<COLS>();
-    let o = &mut o[..R];
+    let (values, _) = values.as_chunks::<COLS>();
     let mut acc = [V::splat(0.0); R];
     for h in 0..R {
         acc[h] = V::load(&o[h]).mul(V::splat(c[h]));
     }
-    let (values, _) = values.as_chunks::<COLS>();
     for (r, v) in values.iter().enumerate() {
         let v = V::load(v);
         let p = &p[r * stride..][..R];
@@ -287,5 +284,23 @@ mod tests {
                 assert_bits_eq(&out, &want);
             }
         }
+    }
+
+    #[test]
+    fn scratch_left_over_from_others_does_not_show() {
+        let (heads, dim) = (5, 40);
+        let q = random_bf16(heads * dim, 1.0, 1);
+        let kv = random_bf16(7 * dim, 1.0, 2);
+        let scopes = [KvRows {
+            kv: &kv,
+            idxs: &[0, 6, 3],
+            width: 3,
+        }];
+        let mut want = vec![bf16::ZERO; q.len()];
+        sparse_attn_ref(&q, &scopes, &[0.0; 5], dim, 0.3, &mut want);
+        cpu::with_scratch(1 << 16, |scratch| scratch.fill(f32::NAN));
+        let mut out = vec![bf16::ONE; q.len()];
+        sparse_attn(&q, &scopes, &[0.0; 5], dim, 0.3, &mut out);
+        assert_bits_eq(&out, &want);
     }
 }
