@@ -1,10 +1,10 @@
 //! The n-gram hash used alone: which table rows a sentence falls into, and that chunks do not show.
 //!
-//!     cargo run --release --example engram_hash -- "The cat sat. the Cat sat"
+//!     cargo run --release --example engram_hash -- "The cat sat. The cat sat."
 //!
 //! Prints one line a token: position, text, compressed id, and its rows in the first Engram layer of the
 //! embedded tiny model (2-, 3- and 4-grams, two heads each). Case and leading spaces do not matter to
-//! the hash: once a sentence repeats itself in other letters, whole rows of numbers repeat too.
+//! the hash: `The` and ` The` are one, and by the last token the sentence has met all its rows again.
 
 use deepseek_v41::{
     AddedTokens, DeepSeekV41, Result, SpecialTokens,
@@ -15,7 +15,7 @@ use deepseek_v41::{
 fn main() -> Result<()> {
     let text = std::env::args()
         .nth(1)
-        .unwrap_or_else(|| "The cat sat. the Cat sat".to_owned());
+        .unwrap_or_else(|| "The cat sat. The cat sat.".to_owned());
     // The tiny model lends its tokenizer and its config; its weights play no part.
     let model = DeepSeekV41::tiny()?;
     let tokenizer = model.tokenizer();

@@ -1,4 +1,5 @@
 //! Tokenizer, incremental text and the compressed token map.
+#![allow(clippy::unwrap_used)]
 
 use std::path::{Path, PathBuf};
 

@@ -89,7 +89,7 @@ impl HeadShard {
     /// A table of another size, hashes of another width, or a hash outside its rank's rows.
     pub fn lookup(&self, hashes: &[u32], table: &EngramTable) -> Result<Vec<bf16>> {
         let (dim, total) = (table.head_dim(), self.total_columns);
-        if table.rows() != self.rows.len() || hashes.len() % total != 0 {
+        if table.rows() != self.rows.len() || !hashes.len().is_multiple_of(total) {
             let (rows, found) = (self.rows.len(), table.rows());
             return Err(Error::shape(
                 OP,

@@ -1,4 +1,5 @@
 //! A whole layer: golden values for fp8, and loading.
+#![allow(clippy::unwrap_used)]
 
 mod common;
 

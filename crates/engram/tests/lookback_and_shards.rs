@@ -1,4 +1,5 @@
 //! Look-back windows, slot caches and shards against the hash of whole sequences and whole tables.
+#![allow(clippy::unwrap_used)]
 
 mod common;
 

@@ -12,8 +12,8 @@ use super::{SamplingParams, TokenHistory};
 pub(super) fn check(logits: &[f32]) -> Result<usize> {
     let (mut best, mut max) = (None, f32::NEG_INFINITY);
     for (i, &v) in logits.iter().enumerate() {
-        // Also true for NaN, which must not be skipped over.
-        if !(v < f32::INFINITY) {
+        // No comparison finds a NaN, and without this it would be skipped over.
+        if v.is_nan() || v == f32::INFINITY {
             return Err(Error::value("logits", format!("{v} at token {i}")));
         }
         if v > max {

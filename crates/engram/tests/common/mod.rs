@@ -1,5 +1,5 @@
 //! Configurations shared by the tests.
-#![allow(dead_code, unreachable_pub)]
+#![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
 
 use deepseek_v41_engram::{EngramConfig, EngramLayout, TokenMap, layout::primes_from};
 use deepseek_v41_quant::WeightFormat;
