@@ -18,7 +18,8 @@ use deepseek_v41_core::{Error, Result};
 use crate::config::AttentionConfig;
 use crate::ops::{self, IndexSpan};
 use crate::plan::{CompressPlan, WindowPlan};
-use crate::pool::{KvFormat, KvPool, copy_rows, fill_rows};
+use crate::pool::{KvFormat, KvPool, copy_rows, gather_rows, slots_tensor};
+use crate::rows::RowQuant;
 use crate::slots::{CacheGeometry, SlotMap};
 
 /// Rows of one sequence on their way out of or into a cache, by name.
@@ -43,9 +44,9 @@ impl WindowCache {
         device: &Device,
     ) -> Result<Self> {
         geometry.validate(&[])?;
-        let KvFormat::Bf16 = format;
         let rows = geometry.ring_capacity() * geometry.max_seqs;
-        Ok(Self { geometry, kv: KvPool::new(rows, head_dim, device)? })
+        let kv = KvPool::new(rows, head_dim, RowQuant::Window, format, device)?;
+        Ok(Self { geometry, kv })
     }
 
     /// The pool of rings.
@@ -79,7 +80,7 @@ impl WindowCache {
     }
 
     /// The rows that a sequence of `len` tokens needs to go on: its last `min(len, window)`
-    /// positions in ascending order, as `window`.
+    /// positions in ascending order, as `window`, in the packed form of [`RowCodec`](crate::RowCodec).
     ///
     /// The slack is not saved: a sequence brought back can lose tokens only once it has new ones.
     ///
@@ -88,7 +89,7 @@ impl WindowCache {
     pub fn export_slot(&self, slot: u32, len: u32) -> Result<SlotRows> {
         self.geometry.check_slot(slot)?;
         let rows = ring_rows(&self.geometry.ring(slot), self.saved(len))?;
-        Ok(vec![("window".into(), gather_rows(self.kv.tensor(), rows)?)])
+        Ok(vec![("window".into(), self.kv.export(rows)?)])
     }
 
     /// The opposite of [`export_slot`](Self::export_slot) with the same `len`.
@@ -98,8 +99,8 @@ impl WindowCache {
     pub fn import_slot(&mut self, slot: u32, len: u32, rows: &[(String, Tensor)]) -> Result<()> {
         self.geometry.check_slot(slot)?;
         let at = ring_rows(&self.geometry.ring(slot), self.saved(len))?;
-        let rows = find_rows(rows, "window", at.len(), self.kv.dim(), DType::BF16)?;
-        self.kv.write(&rows, &slots_tensor(&at, rows.device())?)
+        let width = self.kv.codec().row_bytes();
+        self.kv.import(find_rows(rows, "window", at.len(), width, DType::U8)?, &at)
     }
 
     /// Bytes of a full cache.
@@ -138,7 +139,6 @@ impl CompressedCache {
         device: &Device,
     ) -> Result<Self> {
         geometry.validate(&[ratio])?;
-        let KvFormat::Bf16 = format;
         let rows = geometry.compressed_capacity(ratio) * geometry.max_seqs;
         let pending = match ratio {
             1 => None,
@@ -150,8 +150,10 @@ impl CompressedCache {
         Ok(Self {
             geometry,
             ratio,
-            kv: KvPool::new(rows, head_dim, device)?,
-            index_k: index_head_dim.map(|dim| KvPool::new(rows, dim, device)).transpose()?,
+            kv: KvPool::new(rows, head_dim, RowQuant::Compressed, format, device)?,
+            index_k: index_head_dim
+                .map(|dim| KvPool::new(rows, dim, RowQuant::Index, format, device))
+                .transpose()?,
             pending,
         })
     }
@@ -271,15 +273,15 @@ impl CompressedCache {
     }
 
     /// The rows that a sequence of `len` tokens needs to go on: `kv` and `index_k` of its finished
-    /// groups, `pending` of the open one.
+    /// groups in the packed form of [`RowCodec`](crate::RowCodec), `pending` (f32) of the open one.
     ///
     /// # Errors
     /// A slot or length outside of the geometry.
     pub fn export_slot(&self, slot: u32, len: u32) -> Result<SlotRows> {
-        let live = self.live(slot, len)?;
-        let mut rows = vec![("kv".to_string(), self.kv.read(live.clone())?)];
+        let live: Vec<u32> = self.live(slot, len)?.collect();
+        let mut rows = vec![("kv".to_string(), self.kv.export(live.clone())?)];
         if let Some(keys) = &self.index_k {
-            rows.push(("index_k".into(), keys.read(live)?));
+            rows.push(("index_k".into(), keys.export(live)?));
         }
         if let Some(pending) = &self.pending {
             let at = ring_rows(&self.geometry.pending(slot, self.ratio), self.open(len))?;
@@ -293,22 +295,26 @@ impl CompressedCache {
     /// # Errors
     /// A row set is missing or does not fit `len`.
     pub fn import_slot(&mut self, slot: u32, len: u32, rows: &[(String, Tensor)]) -> Result<()> {
-        let live = self.live(slot, len)?;
-        let kv = find_rows(rows, "kv", live.len(), self.kv.dim(), DType::BF16)?;
-        self.kv.fill(live.start, &kv)?;
-        if let Some(keys) = &mut self.index_k {
-            let rows = find_rows(rows, "index_k", live.len(), keys.dim(), DType::BF16)?;
-            keys.fill(live.start, &rows)?;
-        }
+        let live: Vec<u32> = self.live(slot, len)?.collect();
+        let width = self.kv.codec().row_bytes();
+        let kv = find_rows(rows, "kv", live.len(), width, DType::U8)?;
+        let keys = match &self.index_k {
+            Some(pool) => {
+                let width = pool.codec().row_bytes();
+                Some(find_rows(rows, "index_k", live.len(), width, DType::U8)?)
+            }
+            None => None,
+        };
         if let Some(pending) = &self.pending {
             let at = ring_rows(&self.geometry.pending(slot, self.ratio), self.open(len))?;
-            let width = pending.dims()[1];
-            let rows = find_rows(rows, "pending", at.len(), width, DType::F32)?;
-            for (i, &row) in at.iter().enumerate() {
-                fill_rows(pending, row, &rows.narrow(0, i, 1)?)?;
-            }
+            let rows = find_rows(rows, "pending", at.len(), pending.dims()[1], DType::F32)?;
+            ops::write_rows(pending, rows, &slots_tensor(&at, pending.device())?)?;
         }
-        Ok(())
+        self.kv.import(kv, &live)?;
+        match (&mut self.index_k, keys) {
+            (Some(pool), Some(keys)) => pool.import(keys, &live),
+            _ => Ok(()),
+        }
     }
 
     /// Bytes of a full cache.
@@ -356,25 +362,13 @@ fn ring_rows(map: &SlotMap, positions: Range<u32>) -> Result<Vec<u32>> {
     positions.map(|pos| map.row(pos)).collect()
 }
 
-fn gather_rows(pool: &Tensor, rows: Vec<u32>) -> Result<Tensor> {
-    if rows.is_empty() {
-        return Ok(pool.narrow(0, 0, 0)?.copy()?);
-    }
-    let n = rows.len();
-    Ok(pool.index_select(&Tensor::from_vec(rows, n, pool.device())?, 0)?)
-}
-
-fn slots_tensor(rows: &[u32], device: &Device) -> Result<Tensor> {
-    crate::plan::i32_tensor(rows.iter().map(|&row| row as i32).collect(), device)
-}
-
-fn find_rows(
-    rows: &[(String, Tensor)],
+fn find_rows<'a>(
+    rows: &'a [(String, Tensor)],
     name: &'static str,
     n: usize,
     dim: usize,
     dtype: DType,
-) -> Result<Tensor> {
+) -> Result<&'a Tensor> {
     let found = rows.iter().find(|(key, _)| key == name);
     let Some((_, rows)) = found else { return Err(Error::MissingSource { what: name }) };
     if rows.dims() != [n, dim] || rows.dtype() != dtype {
@@ -387,5 +381,5 @@ fn find_rows(
             ),
         ));
     }
-    Ok(rows.clone())
+    Ok(rows)
 }

@@ -8,6 +8,7 @@ mod draft;
 mod index_keys;
 mod indexer;
 pub mod ops;
+mod packed;
 pub mod plan;
 mod pool;
 mod projections;
@@ -22,6 +23,7 @@ pub use config::{AttentionConfig, CandidateRole, IndexConfig, IndexRole, LayerRo
 pub use draft::{DSparkAttention, DraftChunk, DraftPlan, DraftRopes};
 pub use index_keys::{IndexKeySource, last_published};
 pub use indexer::Indexer;
+pub use packed::{RowCodec, pack_rows, unpack_rows};
 pub use plan::{AttnPlan, ChunkSpec, CompressPlan, WindowPlan};
 pub use pool::{KvFormat, KvPool};
 pub use rows::{RowQuant, finish_rows, finish_rows_unfused};

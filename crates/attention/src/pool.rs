@@ -8,65 +8,94 @@ use half::bf16;
 use half::vec::HalfBitsVecExt;
 
 use crate::ops;
+use crate::packed::{RowCodec, pack_rows, unpack_rows};
+use crate::plan::i32_tensor;
+use crate::rows::RowQuant;
 
 /// How the rows of KV and index-key pools are stored.
 ///
-/// Only writing into a pool and reading from it know the format.
+/// Only writing into a pool and reading from it know the format; results are the same bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum KvFormat {
     /// Two bytes an element, as computed.
     #[default]
     Bf16,
+    /// Codes and scales, see [`RowCodec`]: about a third of the bytes.
+    Packed,
 }
 
-/// Rows of `dim` bf16 values, addressed by physical row.
+/// Rows of `dim` values that were rounded to one number format, addressed by physical row.
 #[derive(Debug)]
 pub struct KvPool {
     data: Tensor,
-    rows: usize,
-    dim: usize,
+    format: KvFormat,
+    codec: RowCodec,
 }
 
 impl KvPool {
     /// A pool of `rows` rows of zeros. On the CPU the memory is committed as rows are written.
     ///
     /// # Errors
-    /// The size does not fit a machine word, or the device has no room for it.
-    pub fn new(rows: usize, dim: usize, device: &Device) -> Result<Self> {
-        Ok(Self { data: lazy_zeros_bf16(rows, dim, device)?, rows, dim })
+    /// A `dim` that is not made of whole groups, a size that does not fit a machine word, or no room
+    /// on the device.
+    pub fn new(
+        rows: usize,
+        dim: usize,
+        quant: RowQuant,
+        format: KvFormat,
+        device: &Device,
+    ) -> Result<Self> {
+        let codec = RowCodec::new(quant, dim)?;
+        let data = match format {
+            KvFormat::Bf16 => lazy_zeros_bf16(rows, dim, device)?,
+            // All-zero bytes are rows of zeros.
+            KvFormat::Packed => {
+                checked_len(rows, codec.row_bytes())?;
+                Tensor::zeros((rows, codec.row_bytes()), DType::U8, device)?
+            }
+        };
+        Ok(Self { data, format, codec })
     }
 
     /// Physical rows.
     pub fn rows(&self) -> usize {
-        self.rows
+        self.data.dims()[0]
     }
 
-    /// Elements of a row.
-    pub fn dim(&self) -> usize {
-        self.dim
+    /// The packed form of this pool's rows, whatever they are stored as.
+    pub fn codec(&self) -> RowCodec {
+        self.codec
     }
 
-    /// `[rows, dim]` bf16, shared with the pool: later writes show in it.
+    /// `[rows, dim]` bf16 or `[rows, row_bytes]` U8, shared with the pool: later writes show in it. The
+    /// operations of this crate take either.
     pub fn tensor(&self) -> &Tensor {
         &self.data
     }
 
-    /// Bytes the pool takes when every row has been written.
-    pub fn capacity_bytes(&self) -> usize {
-        self.rows * self.row_bytes()
-    }
-
     /// Bytes of one row.
     pub fn row_bytes(&self) -> usize {
-        self.dim * DType::BF16.size_in_bytes()
+        match self.format {
+            KvFormat::Bf16 => self.codec.dim() * DType::BF16.size_in_bytes(),
+            KvFormat::Packed => self.codec.row_bytes(),
+        }
+    }
+
+    /// Bytes the pool takes when every row has been written.
+    pub fn capacity_bytes(&self) -> usize {
+        self.rows() * self.row_bytes()
     }
 
     /// Writes `rows: [n, dim]` bf16 to the physical rows `slots: [n]` i32, skipping `-1`.
     ///
     /// # Errors
-    /// Shapes that do not fit, or a row outside of the pool.
+    /// Shapes that do not fit, a row outside of the pool, or, in a packed pool, a row that was not
+    /// rounded by the pool's format.
     pub fn write(&mut self, rows: &Tensor, slots: &Tensor) -> Result<()> {
-        ops::write_rows(&self.data, rows, slots)
+        match self.format {
+            KvFormat::Bf16 => ops::write_rows(&self.data, rows, slots),
+            KvFormat::Packed => ops::write_rows(&self.data, &pack_rows(rows, self.codec)?, slots),
+        }
     }
 
     /// A copy of the physical rows `range`: `[n, dim]` bf16.
@@ -74,15 +103,11 @@ impl KvPool {
     /// # Errors
     /// The range passes the end of the pool.
     pub fn read(&self, range: Range<u32>) -> Result<Tensor> {
-        read_rows(&self.data, range)
-    }
-
-    /// Overwrites the rows from `at` on with `rows: [n, dim]`.
-    ///
-    /// # Errors
-    /// Another width or dtype, or rows past the end of the pool.
-    pub fn fill(&mut self, at: u32, rows: &Tensor) -> Result<()> {
-        fill_rows(&self.data, at, rows)
+        let rows = read_rows(&self.data, range)?;
+        match self.format {
+            KvFormat::Bf16 => Ok(rows),
+            KvFormat::Packed => unpack_rows(&rows, self.codec),
+        }
     }
 
     /// Copies `n` rows from row `from` on to row `to` on.
@@ -92,13 +117,38 @@ impl KvPool {
     pub fn copy_rows(&mut self, from: u32, to: u32, n: u32) -> Result<()> {
         copy_rows(&self.data, from, to, n)
     }
+
+    /// The physical rows `rows` in packed form, `[n, row_bytes]` U8, whatever the pool's format.
+    pub(crate) fn export(&self, rows: Vec<u32>) -> Result<Tensor> {
+        let rows = gather_rows(&self.data, rows)?;
+        match self.format {
+            KvFormat::Bf16 => pack_rows(&rows, self.codec),
+            KvFormat::Packed => Ok(rows),
+        }
+    }
+
+    /// The opposite of [`export`](Self::export): `packed: [n, row_bytes]` U8 to the rows `rows`.
+    pub(crate) fn import(&mut self, packed: &Tensor, rows: &[u32]) -> Result<()> {
+        self.codec.check(&packed.flatten_all()?.to_vec1::<u8>()?)?;
+        let slots = slots_tensor(rows, self.data.device())?;
+        match self.format {
+            KvFormat::Bf16 => {
+                ops::write_rows(&self.data, &unpack_rows(packed, self.codec)?, &slots)
+            }
+            KvFormat::Packed => ops::write_rows(&self.data, packed, &slots),
+        }
+    }
+}
+
+fn checked_len(rows: usize, width: usize) -> Result<usize> {
+    rows.checked_mul(width)
+        .filter(|len| *len <= isize::MAX as usize / 4)
+        .ok_or(Error::Capacity { what: "rows of a cache", needed: rows, available: 0 })
 }
 
 /// `[rows, dim]` zeros whose pages the operating system supplies at first touch.
 fn lazy_zeros_bf16(rows: usize, dim: usize, device: &Device) -> Result<Tensor> {
-    let len = rows
-        .checked_mul(dim)
-        .ok_or(Error::Capacity { what: "elements of a cache", needed: rows, available: dim })?;
+    let len = checked_len(rows, dim)?;
     if !device.is_cpu() {
         return Ok(Tensor::zeros((rows, dim), DType::BF16, device)?);
     }
@@ -109,30 +159,26 @@ fn lazy_zeros_bf16(rows: usize, dim: usize, device: &Device) -> Result<Tensor> {
 
 pub(crate) fn read_rows(pool: &Tensor, range: Range<u32>) -> Result<Tensor> {
     let len = range.end.saturating_sub(range.start) as usize;
-    Ok(pool.narrow(0, range.start as usize, len)?.copy()?)
+    Ok(pool.narrow(0, range.start as usize, len)?.force_contiguous()?)
 }
 
-pub(crate) fn fill_rows(pool: &Tensor, at: u32, rows: &Tensor) -> Result<()> {
-    let (n, dim) = rows.dims2()?;
-    let (available, width) = pool.dims2()?;
-    if rows.dtype() != pool.dtype() || dim != width || at as usize + n > available {
-        return Err(Error::shape(
-            "fill_rows",
-            format!(
-                "expected at most {} rows of {width} {:?} for row {at} on, found {:?} {:?}",
-                available.saturating_sub(at as usize),
-                pool.dtype(),
-                rows.shape(),
-                rows.dtype()
-            ),
-        ));
+pub(crate) fn gather_rows(pool: &Tensor, rows: Vec<u32>) -> Result<Tensor> {
+    if rows.is_empty() {
+        return read_rows(pool, 0..0);
     }
-    if n > 0 {
-        pool.slice_set(&rows.contiguous()?, 0, at as usize)?;
-    }
-    Ok(())
+    let n = rows.len();
+    Ok(pool.index_select(&Tensor::from_vec(rows, n, pool.device())?, 0)?)
+}
+
+pub(crate) fn slots_tensor(rows: &[u32], device: &Device) -> Result<Tensor> {
+    i32_tensor(rows.iter().map(|&row| row as i32).collect(), device)
 }
 
 pub(crate) fn copy_rows(pool: &Tensor, from: u32, to: u32, n: u32) -> Result<()> {
-    fill_rows(pool, to, &read_rows(pool, from..from + n)?)
+    let rows = read_rows(pool, from..from + n)?;
+    if n > 0 {
+        // Refuses a range past the end.
+        pool.slice_set(&rows, 0, to as usize)?;
+    }
+    Ok(())
 }

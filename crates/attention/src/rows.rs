@@ -21,7 +21,8 @@ pub enum RowQuant {
 }
 
 impl RowQuant {
-    fn group(self) -> usize {
+    /// Elements that share a scale.
+    pub(crate) fn group(self) -> usize {
         match self {
             Self::Window | Self::Index => 32,
             Self::Compressed => 16,

@@ -5,7 +5,7 @@ mod common;
 use candle_core::Tensor;
 use common::{CPU, Rig, bits, chunk, geometry, input, odd_config, random_weights};
 use deepseek_v41_attention::{
-    AttentionConfig, CandidateRole, IndexConfig, IndexRole, LayerRole, SharedAttentionRuntime,
+    AttentionConfig, CandidateRole, IndexConfig, IndexRole, KvFormat, LayerRole, SharedAttentionRuntime,
 };
 use deepseek_v41_core::Error;
 use deepseek_v41_quant::WeightFormat;
@@ -144,6 +144,29 @@ proptest! {
         let one_shot = run(&[29]);
         assert_bits_eq(&run(&[1]), &one_shot);
         assert_bits_eq(&run(&lens), &one_shot);
+    }
+
+    /// How rows are stored shows in no result, nor in what is selected.
+    #[test]
+    fn packed_caches_give_the_same_bits(ratio in 0usize..4, lens in cuts(), back in 0u32..4, seed in 0u64..1000) {
+        let cfg = odd_config(ratio);
+        let g = geometry(7, 4, 48, 2);
+        let (xs, more) = (input(29, cfg.dim, seed), input(9, cfg.dim, seed + 1));
+        let run = |format| {
+            let mut rig = Rig::new(&cfg, g, seed).kept_as(format);
+            let mut out = rig.feed(1, 0, &xs, &lens);
+            out.extend(rig.feed(1, 29 - back, &more, &[2, 1]));
+            rig.window.copy_slot(1, 0).unwrap();
+            if let Some(source) = &mut rig.source {
+                source.copy_slot(1, 0, 38 - back).unwrap();
+            }
+            out.extend(rig.feed(0, 38 - back, &more, &[3]));
+            let selected = rig.source.is_some().then(|| rig.selected(&[0; 3]));
+            (out, selected)
+        };
+        let (want, got) = (run(KvFormat::Bf16), run(KvFormat::Packed));
+        assert_bits_eq(&got.0, &want.0);
+        prop_assert_eq!(got.1, want.1);
     }
 
     #[test]

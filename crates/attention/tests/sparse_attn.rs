@@ -1,7 +1,7 @@
 //! `sparse_attn`: golden cases, the definition on odd shapes, and what a result may depend on.
 
 use candle_core::{Device, Tensor};
-use deepseek_v41_attention::ops::{KvRows, KvScope, sparse_attn, sparse_attn_ref};
+use deepseek_v41_attention::ops::{KvRows, KvScope, PoolRows, sparse_attn, sparse_attn_ref};
 use deepseek_v41_core::Error;
 use deepseek_v41_testing::{
     Golden, assert_bits_eq, assert_close, random_bf16, random_f32, with_threads,
@@ -57,7 +57,7 @@ impl Inputs {
         let sink: Vec<f32> = self.sink.to_vec1().unwrap();
         let flat = idxs.concat();
         let scopes = [KvRows {
-            kv: &kv,
+            kv: PoolRows::Bf16(&kv),
             idxs: &flat,
             width: idxs.first().map_or(0, Vec::len),
         }];

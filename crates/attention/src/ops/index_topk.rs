@@ -20,6 +20,7 @@ use deepseek_v41_core::{Error, Result, cpu::contiguous};
 use half::bf16;
 
 use super::candidate_blocks::{CandidateBlocks, select_candidate_blocks_ref};
+use super::pool_rows::PoolRows;
 use super::simd::round_bf16;
 use super::tile::dot;
 use super::topk_rows::topk_rows_ref;
@@ -45,7 +46,7 @@ pub struct TopkIdxs(pub Tensor);
 /// The `k` best visible positions of each query, as pool rows.
 ///
 /// * `q`: `[T, Hi, Di]` bf16, `weights`: `[T, Hi]` bf16 (softmax scale folded in);
-/// * `keys`: `[rows, Di]` bf16, the pool; `spans`: one per token;
+/// * `keys`: the pool, `[rows, Di]` bf16 or packed rows as U8; `spans`: one per token;
 /// * `candidates`: look only inside these blocks of the same positions (those of the layer that
 ///   published them).
 ///
@@ -130,7 +131,7 @@ struct BlockRows<'a> {
 struct Scoring<'a> {
     q: &'a [bf16],
     weights: &'a [bf16],
-    keys: &'a [bf16],
+    keys: PoolRows<'a>,
     spans: &'a [IndexSpan],
     heads: usize,
     dim: usize,
@@ -152,8 +153,7 @@ pub(super) fn run(
     let fits = heads > 0
         && dim > 0
         && weights.dims() == [t, heads]
-        && keys.rank() == 2
-        && keys.dims()[1] == dim
+        && PoolRows::fit(keys, dim)
         && spans.len() == t;
     if !fits {
         return Err(shape(format!(
@@ -164,8 +164,8 @@ pub(super) fn run(
             spans.len()
         )));
     }
-    if [q, weights, keys].iter().any(|x| x.dtype() != DType::BF16) {
-        return Err(shape("q, weights and keys must be bf16".into()));
+    if [q, weights].iter().any(|x| x.dtype() != DType::BF16) {
+        return Err(shape("q and weights must be bf16".into()));
     }
     if wanted.block == 0 {
         return Err(shape("candidate blocks of 0 positions".into()));
@@ -267,7 +267,7 @@ impl CustomOp3 for IndexTopk<'_> {
         let scoring = Scoring {
             q: contiguous::<bf16>(q, q_layout, OP)?,
             weights: contiguous::<bf16>(weights, weights_layout, OP)?,
-            keys: contiguous::<bf16>(keys, keys_layout, OP)?,
+            keys: PoolRows::new(keys, keys_layout, q_layout.dims()[2], OP)?,
             spans: self.spans,
             heads: q_layout.dims()[1],
             dim: q_layout.dims()[2],

@@ -4,6 +4,7 @@
 mod candidate_blocks;
 mod compress;
 mod index_topk;
+mod pool_rows;
 mod simd;
 mod sparse_attn;
 mod tile;
@@ -16,6 +17,7 @@ pub use index_topk::{
     IndexSpan, TopkIdxs, candidate_blocks_ref, index_score_ref, index_topk, index_topk_ref,
     index_topk_with_candidates,
 };
+pub use pool_rows::PoolRows;
 pub use sparse_attn::{KvRows, KvScope, sparse_attn, sparse_attn_ref};
 pub use topk_rows::topk_rows_ref;
 pub use write_rows::{write_rows, write_rows_ref};

@@ -22,6 +22,7 @@ use candle_core::{CpuStorage, CustomOp2, DType, Layout, Shape, Storage, Tensor};
 use deepseek_v41_core::{Error, Result, cpu::contiguous};
 use half::bf16;
 
+use super::pool_rows::{PoolRow, PoolRows};
 use super::simd::{exp, round_bf16};
 use super::tile::{TILE, dot};
 
@@ -34,7 +35,8 @@ const NO_MAX: f32 = -1e30;
 /// One pool of rows and, per query, which of its rows to attend to.
 #[derive(Debug, Clone, Copy)]
 pub struct KvScope<'a> {
-    /// `[rows, D]` bf16, contiguous (a `narrow` over rows is fine).
+    /// `[rows, D]` bf16, or packed rows as U8 (see [`RowCodec`](crate::RowCodec)); contiguous (a `narrow`
+    /// over rows is fine).
     pub kv: &'a Tensor,
     /// `[T, n]` i32: rows of `kv`, or -1 for nothing, anywhere in the list. A row named twice counts
     /// twice.
@@ -45,7 +47,7 @@ pub struct KvScope<'a> {
 #[derive(Debug, Clone, Copy)]
 pub struct KvRows<'a> {
     /// `[rows, D]`.
-    pub kv: &'a [bf16],
+    pub kv: PoolRows<'a>,
     /// `[T, n]`, -1 for nothing.
     pub idxs: &'a [i32],
     /// `n`.
@@ -92,7 +94,7 @@ pub fn sparse_attn(
         )));
     }
     for KvScope { kv, idxs } in scopes {
-        if kv.rank() != 2 || kv.dims()[1] != dim || kv.dtype() != DType::BF16 {
+        if !PoolRows::fit(kv, dim) {
             return Err(shape(format!(
                 "kv is {:?} {:?} for D {dim}",
                 kv.shape(),
@@ -108,7 +110,7 @@ pub fn sparse_attn(
         }
     }
     if q.device().is_cpu() {
-        with_rows(scopes, |rows| check_indices(rows, dim))?;
+        with_rows(scopes, dim, |rows| check_indices(rows, dim))?;
     }
     Ok(q.contiguous()?
         .apply_op2_no_bwd(sink, &SparseAttn { scopes, scale })?)
@@ -119,7 +121,11 @@ fn shape(reason: String) -> Error {
 }
 
 /// The scopes' slices for the duration of `f`.
-fn with_rows<R>(scopes: &[KvScope<'_>], f: impl FnOnce(&[KvRows<'_>]) -> Result<R>) -> Result<R> {
+fn with_rows<R>(
+    scopes: &[KvScope<'_>],
+    dim: usize,
+    f: impl FnOnce(&[KvRows<'_>]) -> Result<R>,
+) -> Result<R> {
     let held: Vec<_> = scopes
         .iter()
         .map(|s| (s.kv.storage_and_layout(), s.idxs.storage_and_layout()))
@@ -130,7 +136,7 @@ fn with_rows<R>(scopes: &[KvScope<'_>], f: impl FnOnce(&[KvRows<'_>]) -> Result<
             return Err(shape("q is on the CPU, a scope is not".into()));
         };
         rows.push(KvRows {
-            kv: contiguous::<bf16>(kv, kv_layout, OP)?,
+            kv: PoolRows::new(kv, kv_layout, dim, OP)?,
             idxs: contiguous::<i32>(idxs, idxs_layout, OP)?,
             width: idxs_layout.dims()[1],
         });
@@ -141,7 +147,7 @@ fn with_rows<R>(scopes: &[KvScope<'_>], f: impl FnOnce(&[KvRows<'_>]) -> Result<
 /// Once, up front: the kernel then needs no fallible access, and nothing is computed for bad input.
 fn check_indices(scopes: &[KvRows<'_>], dim: usize) -> Result<()> {
     for (s, scope) in scopes.iter().enumerate() {
-        let rows = scope.kv.len() / dim;
+        let rows = scope.kv.count(dim);
         if let Some(at) = scope
             .idxs
             .iter()
@@ -178,7 +184,7 @@ impl CustomOp2 for SparseAttn<'_> {
         let q = contiguous::<bf16>(q, q_layout, OP)?;
         let sink = contiguous::<f32>(sink, sink_layout, OP)?;
         let mut out = vec![bf16::ZERO; q.len()];
-        with_rows(self.scopes, |scopes| {
+        with_rows(self.scopes, dim, |scopes| {
             cpu::sparse_attn(q, scopes, sink, dim, self.scale, &mut out);
             Ok(())
         })?;
@@ -187,14 +193,19 @@ impl CustomOp2 for SparseAttn<'_> {
 }
 
 /// The valid rows of query `t`, in order.
-fn valid_rows<'a>(scopes: &[KvRows<'a>], t: usize, dim: usize, rows: &mut Vec<&'a [bf16]>) {
+fn valid_rows<'a>(
+    scopes: &[KvRows<'a>],
+    t: usize,
+    dim: usize,
+    rows: &mut Vec<PoolRow<'a>>,
+) {
     rows.clear();
     for scope in scopes {
         let idxs = &scope.idxs[t * scope.width..][..scope.width];
         rows.extend(
             idxs.iter()
                 .filter(|&&i| i >= 0)
-                .map(|&i| &scope.kv[i as usize * dim..][..dim]),
+                .map(|&i| scope.kv.row(i as usize, dim)),
         );
     }
 }
@@ -225,6 +236,7 @@ pub fn sparse_attn_ref(
             continue;
         }
         let (mut m, mut l, mut o) = (NO_MAX, 0f32, vec![0f32; dim]);
+        let rows: Vec<_> = rows.iter().map(PoolRow::values).collect();
         for tile in rows.chunks(TILE) {
             let scores: Vec<f32> = tile.iter().map(|row| dot(row, q) * scale).collect();
             let top = scores.iter().fold(m, |m, &s| if s > m { s } else { m });
@@ -235,7 +247,7 @@ pub fn sparse_attn_ref(
                 let p = exp(s - top);
                 sum += p;
                 let p = round_bf16(p);
-                for (o, v) in o.iter_mut().zip(*row) {
+                for (o, v) in o.iter_mut().zip(row.iter()) {
                     *o = p.mul_add(v.to_f32(), *o);
                 }
             }

@@ -4,6 +4,7 @@
 use deepseek_v41_core::cpu;
 use half::bf16;
 
+use super::pool_rows::PoolRow;
 use super::simd::Lanes;
 
 /// Rows of a tile: the step in which attention walks a query's rows (it is part of the definition,
@@ -57,9 +58,19 @@ impl<'a> Tile<'a> {
         &self.data[b * BLOCK..][..TILE * COLS]
     }
 
-    /// Widens one row of `dim` values.
+    /// Widens one row of `dim` values, or unpacks it.
     #[inline(always)]
-    pub(crate) fn set_row(&mut self, r: usize, row: &[bf16]) {
+    pub(crate) fn set_row(&mut self, r: usize, row: PoolRow<'_>) {
+        let row = match row {
+            PoolRow::Bf16(row) => row,
+            PoolRow::Packed(row, codec) => {
+                for b in 0..self.dim / COLS {
+                    let values = codec.decode_cols(row, b * COLS);
+                    self.data[b * BLOCK + r * COLS..][..COLS].copy_from_slice(&values);
+                }
+                return;
+            }
+        };
         let (chunks, rest) = row[..self.dim].as_chunks::<COLS>();
         let mut at = r * COLS;
         for chunk in chunks {

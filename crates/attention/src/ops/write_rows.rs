@@ -8,7 +8,7 @@ const OP: &str = "write_rows";
 
 /// `pool[slots[i]] = rows[i]` for every `i` with a slot; -1 skips the row.
 ///
-/// `pool: [slots, D]`, `rows: [n, D]` of the same dtype (bf16 or f32), `slots: [n]` i32. Of rows with
+/// `pool: [slots, D]`, `rows: [n, D]` of the same dtype (bf16, f32, or U8 for packed rows), `slots: [n]` i32. Of rows with
 /// the same slot the last one stays. The pool must own its storage: a view of other tensors' data
 /// changes with it.
 ///
@@ -31,7 +31,7 @@ pub fn write_rows(pool: &Tensor, rows: &Tensor, slots: &Tensor) -> Result<()> {
         ));
     }
     if pool.dtype() != rows.dtype()
-        || !matches!(pool.dtype(), DType::BF16 | DType::F32)
+        || !matches!(pool.dtype(), DType::BF16 | DType::F32 | DType::U8)
         || slots.dtype() != DType::I32
     {
         return Err(Error::shape(
@@ -95,11 +95,15 @@ impl InplaceOp3 for WriteRows {
                 let rows = contiguous::<bf16>(rows, rows_layout, OP)?;
                 write_rows_ref(&mut pool[start..end], rows, slots, dim);
             }
+            CpuStorage::U8(pool) => {
+                let rows = contiguous::<u8>(rows, rows_layout, OP)?;
+                write_rows_ref(&mut pool[start..end], rows, slots, dim);
+            }
             CpuStorage::F32(pool) => {
                 let rows = contiguous::<f32>(rows, rows_layout, OP)?;
                 write_rows_ref(&mut pool[start..end], rows, slots, dim);
             }
-            _ => candle_core::bail!("{OP}: the pool is neither bf16 nor f32"),
+            _ => candle_core::bail!("{OP}: the pool is neither bf16, f32 nor u8"),
         }
         Ok(())
     }

@@ -135,6 +135,13 @@ impl Rig {
         Self::with_weights(cfg, geometry, random_weights(cfg, seed))
     }
 
+    /// The same with its caches kept in another format.
+    pub fn kept_as(mut self, format: KvFormat) -> Self {
+        self.window = WindowCache::new(self.geometry, self.cfg.head_dim, format, &CPU).unwrap();
+        self.source = CompressedCache::for_layer(&self.cfg, self.geometry, format, &CPU).unwrap();
+        self
+    }
+
     pub fn with_weights(
         cfg: &AttentionConfig,
         geometry: CacheGeometry,

@@ -3,11 +3,11 @@
 use std::ops::Range;
 
 use deepseek_v41_core::cpu;
-use half::bf16;
 use rayon::prelude::*;
 
 use super::positions::Query;
 use super::{BlockRows, Scoring, Wanted};
+use crate::ops::pool_rows::PoolRows;
 use crate::ops::simd::{Lanes, Simd, Vectors, dispatch, round_bf16};
 use crate::ops::tile::{COLS, TILE, Tile, pack_heads, packed_len};
 use crate::ops::topk_rows::TopRows;
@@ -194,7 +194,8 @@ impl<'a> Scan<'a> {
                 wide.fill(0.0);
                 cpu::widen_slice(weights, wide);
                 let mut job = Job {
-                    keys: &keys[self.query.base as usize * dim..],
+                    keys,
+                    base: self.query.base as usize,
                     tile: Tile::new(tile, dim),
                     panels,
                     weights: wide,
@@ -256,8 +257,9 @@ impl<'a> Scan<'a> {
 
 /// What scoring a tile of positions needs.
 struct Job<'a> {
-    /// From the query's position 0 on.
-    keys: &'a [bf16],
+    keys: PoolRows<'a>,
+    /// Row of the query's position 0.
+    base: usize,
     tile: Tile<'a>,
     /// The query's heads, transposed.
     panels: &'a [f32],
@@ -287,6 +289,7 @@ fn score_body<V: Vectors<W>, const R: usize, const W: usize>(
 ) {
     let &mut Job {
         keys,
+        base,
         ref mut tile,
         panels,
         weights,
@@ -295,7 +298,7 @@ fn score_body<V: Vectors<W>, const R: usize, const W: usize>(
         dim,
     } = job;
     for (r, &position) in positions.iter().enumerate() {
-        tile.set_row(r, &keys[position as usize * dim..][..dim]);
+        tile.set_row(r, keys.row(base + position as usize, dim));
     }
     let padded = heads.next_multiple_of(W);
     let terms = &mut terms[..R * padded];
@@ -347,7 +350,7 @@ mod tests {
             let scoring = Scoring {
                 q: &q,
                 weights: &weights,
-                keys: &keys,
+                keys: PoolRows::Bf16(&keys),
                 spans: &spans,
                 heads,
                 dim,
@@ -388,7 +391,7 @@ mod tests {
         let scoring = Scoring {
             q: &q,
             weights: &weights,
-            keys: &keys,
+            keys: PoolRows::Bf16(&keys),
             spans: &spans,
             heads,
             dim,

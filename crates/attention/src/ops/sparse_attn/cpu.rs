@@ -8,6 +8,7 @@ use half::bf16;
 use rayon::prelude::*;
 
 use super::{KvRows, NO_MAX, valid_rows};
+use crate::ops::pool_rows::PoolRow;
 use crate::ops::simd::{Lanes, Simd, Vectors, dispatch, exp, round_bf16};
 use crate::ops::tile::{COLS, TILE, Tile, pack_heads, packed_len};
 
@@ -40,7 +41,7 @@ fn sparse_attn_with<'a>(
 ) {
     let heads = sink.len();
     let row = heads * dim;
-    let attend = |rows: &mut Vec<&'a [bf16]>, t: usize, h0: usize, out: &mut [bf16]| {
+    let attend = |rows: &mut Vec<PoolRow<'a>>, t: usize, h0: usize, out: &mut [bf16]| {
         valid_rows(scopes, t, dim, rows);
         let n = out.len() / dim;
         let query = Query {
@@ -90,7 +91,7 @@ struct Query<'a> {
     /// `[n, dim]`.
     q: &'a [bf16],
     sink: &'a [f32],
-    rows: &'a [&'a [bf16]],
+    rows: &'a [PoolRow<'a>],
     dim: usize,
     scale: f32,
 }
@@ -134,7 +135,7 @@ fn attend_body<V: Vectors<W> + Vectors<COLS>, const R: usize, const W: usize>(
 
     for rows in rows.chunks(TILE) {
         for (r, row) in rows.iter().enumerate() {
-            tile.set_row(r, row);
+            tile.set_row(r, *row);
         }
         for (i, panel) in panels.chunks_exact(blocks * COLS * W).enumerate() {
             let scale = <V as Vectors<W>>::Of::splat(scale);
@@ -256,6 +257,7 @@ mod tests {
     use deepseek_v41_testing::{assert_bits_eq, random_bf16, random_f32};
 
     use super::*;
+    use crate::ops::pool_rows::PoolRows;
     use crate::ops::sparse_attn::sparse_attn_ref;
 
     #[test]
@@ -272,7 +274,7 @@ mod tests {
             let sink = random_f32(heads, 1.0, 3);
             let idxs: Vec<i32> = (0..2 * n).map(|i| (i as i32 * 7) % 51 - 1).collect();
             let scopes = [KvRows {
-                kv: &kv,
+                kv: PoolRows::Bf16(&kv),
                 idxs: &idxs,
                 width: n,
             }];
@@ -292,7 +294,7 @@ mod tests {
         let q = random_bf16(heads * dim, 1.0, 1);
         let kv = random_bf16(7 * dim, 1.0, 2);
         let scopes = [KvRows {
-            kv: &kv,
+            kv: PoolRows::Bf16(&kv),
             idxs: &[0, 6, 3],
             width: 3,
         }];
