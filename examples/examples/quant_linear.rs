@@ -7,8 +7,8 @@
 //!
 //! ```text
 //! f32   131072 bytes
-//! fp8    32800 bytes   relative error 0.03
-//! fp4    17408 bytes   relative error 0.13
+//! fp8    32800 bytes   relative error 0.02
+//! fp4    17408 bytes   relative error 0.06
 //! ```
 
 use std::collections::HashMap;

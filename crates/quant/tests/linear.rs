@@ -1,5 +1,7 @@
 //! Loading and using linear layers: every storage, every refusal, and ranks.
 
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
 use std::sync::Arc;
 
 use bytes::Bytes;

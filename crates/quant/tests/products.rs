@@ -1,5 +1,7 @@
 //! Every way to compute a product gives the bits of its definition.
 
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
 use bytes::Bytes;
 use deepseek_v41_core::cpu::{self, Bf16Rows, F32Rows, Isa, WeightRows};
 use deepseek_v41_quant::{Fp4Weight, Fp8Weight, Linear, e2m1, e4m3, e8m0};

@@ -22,15 +22,15 @@ pub fn decode(code: u8) -> f32 {
 /// The format has no NaN; NaN becomes the largest magnitude, and callers mark its block by a NaN scale.
 #[inline(always)]
 pub fn encode(x: f32) -> u8 {
-    let magnitude = x.abs();
+    let magnitude = if x.is_nan() { MAX } else { x.abs() };
     // A tie belongs to the even code: it goes up exactly at the cut points below an even code.
-    let code = !(magnitude <= 0.25) as u8
-        + !(magnitude < 0.75) as u8
-        + !(magnitude <= 1.25) as u8
-        + !(magnitude < 1.75) as u8
-        + !(magnitude <= 2.5) as u8
-        + !(magnitude < 3.5) as u8
-        + !(magnitude <= 5.0) as u8;
+    let code = u8::from(magnitude > 0.25)
+        + u8::from(magnitude >= 0.75)
+        + u8::from(magnitude > 1.25)
+        + u8::from(magnitude >= 1.75)
+        + u8::from(magnitude > 2.5)
+        + u8::from(magnitude >= 3.5)
+        + u8::from(magnitude > 5.0);
     code | (x.to_bits() >> 28) as u8 & 8
 }
 
