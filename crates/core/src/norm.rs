@@ -68,11 +68,25 @@ pub fn rms_norm(xs: &Tensor, weight: &Tensor, eps: f32) -> Result<Tensor> {
 
 /// One row: `x: [dim]`, `w: [dim]` → `out: [dim]`.
 ///
-/// The sum of squares runs in the workspace's fixed order ([`cpu::dot`]).
+/// f64 inside, so that the one rounding is the only one: an f32 mean that is an ulp off moves every
+/// element of the row, and with fp8 layers behind it a single flipped bf16 rounding is amplified to
+/// per cents. The sum of squares runs in eight lanes (`k mod 8`, ascending) and a fixed tree.
 pub fn rms_norm_ref(x: &[f32], w: &[f32], eps: f32, out: &mut [bf16]) {
-    let rstd = 1.0 / (cpu::dot(x, x) / x.len() as f32 + eps).sqrt();
+    let mut lanes = [0f64; 8];
+    let mut chunks = x.chunks_exact(8);
+    for chunk in chunks.by_ref() {
+        for l in 0..8 {
+            lanes[l] += f64::from(chunk[l]) * f64::from(chunk[l]);
+        }
+    }
+    for (lane, v) in lanes.iter_mut().zip(chunks.remainder()) {
+        *lane += f64::from(*v) * f64::from(*v);
+    }
+    let l = lanes;
+    let sum = ((l[0] + l[4]) + (l[2] + l[6])) + ((l[1] + l[5]) + (l[3] + l[7]));
+    let rstd = 1.0 / (sum / x.len() as f64 + f64::from(eps)).sqrt();
     for ((o, x), w) in out.iter_mut().zip(x).zip(w) {
-        *o = bf16::from_f32(w * (x * rstd));
+        *o = bf16::from_f32((f64::from(*w) * (f64::from(*x) * rstd)) as f32);
     }
 }
 

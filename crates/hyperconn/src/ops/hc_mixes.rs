@@ -8,7 +8,10 @@
 //! ```
 
 use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Tensor};
-use deepseek_v41_core::{Error, Result, cpu};
+use deepseek_v41_core::{
+    Error, Result,
+    cpu::{self, WeightRows},
+};
 use half::bf16;
 use rayon::prelude::*;
 
@@ -82,7 +85,7 @@ pub fn hc_mixes_ref(
 
 /// Tokens whose stream is widened at once: enough to use a weight row several times, few enough
 /// that the widened rows (80 KB a token at release shapes) stay in cache.
-const TOKENS_AT_ONCE: usize = 8;
+const TOKENS_AT_ONCE: usize = 4;
 
 struct HcMixes<'a> {
     weights: &'a MixWeights,
@@ -98,15 +101,67 @@ impl HcMixes<'_> {
         cpu::with_scratch(stream.len() + out.len(), |scratch| {
             let (xs, mixes) = scratch.split_at_mut(stream.len());
             cpu::widen_slice(stream, xs);
-            cpu::matmul(&self.weights.func, xs, m, mixes);
-            let rows = xs.chunks_exact(cols).zip(mixes.chunks_exact_mut(width));
-            for ((x, mixes), out) in rows.zip(out.chunks_exact_mut(width)) {
-                let rstd = 1.0 / (cpu::dot(x, x) / cols as f32 + self.norm_eps).sqrt();
-                mixes.iter_mut().for_each(|v| *v *= rstd);
+            let mut rstd = [0f64; TOKENS_AT_ONCE];
+            for (rstd, x) in rstd.iter_mut().zip(xs.chunks_exact(cols)) {
+                let mut lanes = [0f64; LANES];
+                accumulate(x, x, &mut lanes);
+                let mean = sum_lanes(&lanes) / cols as f64;
+                *rstd = 1.0 / (mean + f64::from(self.norm_eps)).sqrt();
+            }
+            for row in 0..width {
+                self.project(row, xs, &rstd[..m], mixes);
+            }
+            let rows = mixes.chunks_exact(width).zip(out.chunks_exact_mut(width));
+            for (mixes, out) in rows {
                 split_token(mixes, &self.weights.scale, &self.weights.base, self.p, out);
             }
         });
     }
+
+    /// One mix of every token: `xs: [m, C*dim]`, `rstd: [m]` → column `row` of `mixes: [m, (2+C)C]`.
+    ///
+    /// In f64, where products of f32 values are exact: the coefficients scale whole rows of the
+    /// stream before those are rounded to bf16, so their last bits show in everything after.
+    fn project(&self, row: usize, xs: &[f32], rstd: &[f64], mixes: &mut [f32]) {
+        let (cols, width) = (self.weights.cols(), self.weights.width());
+        let mut lanes = [[0f64; LANES]; TOKENS_AT_ONCE];
+        let mut weights = [0f32; STRETCH];
+        for k0 in (0..cols).step_by(STRETCH) {
+            let weights = &mut weights[..STRETCH.min(cols - k0)];
+            self.weights.func.decode(row, k0, weights);
+            for (x, lanes) in xs.chunks_exact(cols).zip(&mut lanes) {
+                accumulate(&x[k0..k0 + weights.len()], weights, lanes);
+            }
+        }
+        for (t, (lanes, rstd)) in lanes.iter().zip(rstd).enumerate() {
+            mixes[t * width + row] = (sum_lanes(lanes) * rstd) as f32;
+        }
+    }
+}
+
+/// Partial sums of a product: element `k` goes to lane `k % LANES`, in ascending order.
+const LANES: usize = 8;
+
+/// Columns of a weight row widened at a time: a multiple of [`LANES`] that stays in the first cache.
+const STRETCH: usize = 1024;
+
+/// Adds `a[k] * b[k]` to the lanes. Products of two f32 are exact in f64, so a fused multiply-add
+/// would give the same bits.
+#[inline(always)]
+fn accumulate(a: &[f32], b: &[f32], lanes: &mut [f64; LANES]) {
+    let (mut a8, mut b8) = (a.chunks_exact(LANES), b.chunks_exact(LANES));
+    for (a, b) in a8.by_ref().zip(b8.by_ref()) {
+        for l in 0..LANES {
+            lanes[l] += f64::from(a[l]) * f64::from(b[l]);
+        }
+    }
+    for (l, (a, b)) in a8.remainder().iter().zip(b8.remainder()).enumerate() {
+        lanes[l] += f64::from(*a) * f64::from(*b);
+    }
+}
+
+fn sum_lanes(l: &[f64; LANES]) -> f64 {
+    ((l[0] + l[4]) + (l[2] + l[6])) + ((l[1] + l[5]) + (l[3] + l[7]))
 }
 
 impl CustomOp1 for HcMixes<'_> {

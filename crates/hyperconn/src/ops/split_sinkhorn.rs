@@ -78,6 +78,10 @@ pub fn split_sinkhorn(
 }
 
 /// One token: `mixes`, `base`, `out: [(2+C)C]`, `scale: [3]`; `out` is pre | post | comb.
+///
+/// f64 inside, one rounding at the end. The coefficients multiply every element of the stream before
+/// it is rounded to bf16, so an ulp here shows as flipped roundings there; in f64 the result is the
+/// f32 nearest to the formula's, which any careful f32 evaluation is near.
 pub fn split_sinkhorn_ref(
     mixes: &[f32],
     scale: &[f32],
@@ -85,37 +89,53 @@ pub fn split_sinkhorn_ref(
     p: SinkhornParams,
     out: &mut [f32],
 ) {
-    let c = p.hc_mult;
-    let gates = 2 * c;
-    for i in 0..c {
-        out[i] = sigmoid(mixes[i] * scale[0] + base[i]) + p.eps;
-        out[c + i] = 2.0 * sigmoid(mixes[c + i] * scale[1] + base[c + i]);
-    }
-    for i in gates..out.len() {
-        out[i] = mixes[i] * scale[2] + base[i];
-    }
-    let comb = &mut out[gates..];
-    for row in comb.chunks_exact_mut(c) {
-        softmax(row);
-        row.iter_mut().for_each(|v| *v += p.eps);
-    }
+    let mut comb = vec![0f64; p.hc_mult * p.hc_mult];
+    gates_and_softmax(mixes, scale, base, p, out, &mut comb);
+    let (c, eps) = (p.hc_mult, f64::from(p.eps));
     for i in 0..p.iters {
         if i > 0 {
             for row in comb.chunks_exact_mut(c) {
-                let sum = row.iter().fold(0.0, |s, v| s + v) + p.eps;
+                let sum = row.iter().fold(0.0, |s, v| s + v) + eps;
                 row.iter_mut().for_each(|v| *v /= sum);
             }
         }
         for k in 0..c {
-            let mut sum = 0f32;
+            let mut sum = 0f64;
             for j in 0..c {
                 sum += comb[j * c + k];
             }
-            sum += p.eps;
+            sum += eps;
             for j in 0..c {
                 comb[j * c + k] /= sum;
             }
         }
+    }
+    out[2 * c..].iter_mut().zip(&comb).for_each(|(o, v)| *o = *v as f32);
+}
+
+/// `pre` and `post` into `out`, and into `comb` the softmax over each row plus eps.
+fn gates_and_softmax(
+    mixes: &[f32],
+    scale: &[f32],
+    base: &[f32],
+    p: SinkhornParams,
+    out: &mut [f32],
+    comb: &mut [f64],
+) {
+    let c = p.hc_mult;
+    let logit = |i: usize, group: usize| {
+        f64::from(mixes[i]) * f64::from(scale[group]) + f64::from(base[i])
+    };
+    for i in 0..c {
+        out[i] = (sigmoid(logit(i, 0)) + f64::from(p.eps)) as f32;
+        out[c + i] = (2.0 * sigmoid(logit(c + i, 1))) as f32;
+    }
+    for (j, row) in comb.chunks_exact_mut(c).enumerate() {
+        for (k, v) in row.iter_mut().enumerate() {
+            *v = logit(2 * c + j * c + k, 2);
+        }
+        softmax(row);
+        row.iter_mut().for_each(|v| *v += f64::from(p.eps));
     }
 }
 
@@ -131,30 +151,30 @@ pub(super) fn split_token(
         return split_sinkhorn_ref(mixes, scale, base, p, out);
     }
     // The released number of copies: the reference's first part, then the iterations in registers.
-    split_sinkhorn_ref(mixes, scale, base, SinkhornParams { iters: 0, ..p }, out);
-    let comb = &mut out[8..24];
-    let mut rows: [[f32; 4]; 4] = std::array::from_fn(|j| std::array::from_fn(|k| comb[4 * j + k]));
+    let mut rows = [[0f64; 4]; 4];
+    gates_and_softmax(mixes, scale, base, p, out, rows.as_flattened_mut());
+    let eps = f64::from(p.eps);
     for i in 0..p.iters {
         if i > 0 {
             for row in &mut rows {
-                let sum = (((row[0] + row[1]) + row[2]) + row[3]) + p.eps;
+                let sum = (((row[0] + row[1]) + row[2]) + row[3]) + eps;
                 *row = row.map(|v| v / sum);
             }
         }
         let [a, b, c, d] = rows;
-        let sums: [f32; 4] = std::array::from_fn(|k| (((a[k] + b[k]) + c[k]) + d[k]) + p.eps);
+        let sums: [f64; 4] = std::array::from_fn(|k| (((a[k] + b[k]) + c[k]) + d[k]) + eps);
         for row in &mut rows {
             *row = std::array::from_fn(|k| row[k] / sums[k]);
         }
     }
-    comb.copy_from_slice(rows.as_flattened());
+    out[8..].iter_mut().zip(rows.as_flattened()).for_each(|(o, v)| *o = *v as f32);
 }
 
 /// Max-subtracted softmax in place.
-fn softmax(row: &mut [f32]) {
-    // A NaN must survive, which `f32::max` would drop.
+fn softmax(row: &mut [f64]) {
+    // A NaN must survive, which `f64::max` would drop.
     let max = row.iter().fold(
-        f32::NEG_INFINITY,
+        f64::NEG_INFINITY,
         |m, &v| if v > m || v.is_nan() { v } else { m },
     );
     row.iter_mut().for_each(|v| *v = (*v - max).exp());
@@ -163,7 +183,7 @@ fn softmax(row: &mut [f32]) {
 }
 
 /// Overflow of `exp` gives an infinite denominator and so the right limit, 0.
-fn sigmoid(x: f32) -> f32 {
+fn sigmoid(x: f64) -> f64 {
     1.0 / (1.0 + (-x).exp())
 }
 
