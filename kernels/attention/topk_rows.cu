@@ -70,45 +70,89 @@ __device__ __forceinline__ void emit(const uint32_t (&v)[16], int at, uint32_t t
     }
 }
 
+// The bin (of 2048, by the high 11 bits) that holds the k-th largest key, and the keys above it; threads i of 256 take the
+// bins 2047-8i .. 2040-8i, so that an exclusive sum counts from the top. found = {bin, above}, {0, 0} if there are fewer keys.
+__device__ __forceinline__ void find_bin(const uint32_t* hist, uint32_t k, uint32_t* found, uint64_t* scratch) {
+    uint32_t b[8], sum = 0;
+    int i0 = min((int)threadIdx.x, 255);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) { b[i] = hist[2047 - 8 * i0 - i]; sum += b[i]; }
+    if (threadIdx.x >= 256) sum = 0;
+    if (threadIdx.x == 0) { found[0] = 0; found[1] = 0; }
+    uint32_t above = (uint32_t)exclusive(sum, scratch);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        if (threadIdx.x < 256 && above < k && above + b[i] >= k) { found[0] = 2047 - 8 * i0 - i; found[1] = above; }
+        above += b[i];
+    }
+    __syncthreads();
+}
+// Within the bin: the threshold key and how many keys equal to it are chosen. `low` counts the bin's keys by their 5 low
+// bits; called by one warp. All keys are chosen when there are fewer than k: then thr = 0.
+__device__ __forceinline__ void find_threshold(uint32_t low, uint32_t bin, uint32_t above, uint32_t k, uint32_t& thr, uint32_t& need) {
+    int lane = threadIdx.x & 31;
+    uint32_t suffix = low;
+#pragma unroll
+    for (int o = 1; o < 32; o <<= 1) {
+        uint32_t a = __shfl_down_sync(FULL, suffix, o);
+        if (lane + o < 32) suffix += a;
+    }
+    uint32_t ok = __ballot_sync(FULL, above + suffix >= k);
+    int l = ok ? 31 - __clz(ok) : 0;
+    uint32_t ge = __shfl_sync(FULL, suffix, l), at = __shfl_sync(FULL, low, l);
+    thr = ok ? bin << 5 | (uint32_t)l : 0;
+    need = ok ? k - (above + ge - at) : 0;
+}
+
 extern "C" __global__ void __launch_bounds__(1024) topk_rows(const uint16_t* keys, const int2* spans, const int32_t* blocks, int32_t* out, int n, int64_t ld,
                                                              int k, int B, int block) {
-    __shared__ uint32_t counts[2][32][4];
+    __shared__ uint32_t hist[2048], low[32], found[2], thr_s, need_s, chosen_s;
     __shared__ uint64_t scratch[32];
-    int t = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, at = threadIdx.x * 32;
+    int t = blockIdx.x, at = threadIdx.x * 32;
     uint32_t v[16];
     load_keys(v, keys + t * ld, at, n);
-    // The largest thr with at least k keys >= thr, two bits at a time; stays 0 when fewer than k keys are non-zero.
-    uint32_t thr = 0, above = 0;
-    for (int pass = 0; pass < 8; ++pass) {
-        int shift = 14 - 2 * pass;
-        uint32_t c1 = 0, c2 = 0, c3 = 0, t1 = thr + (1u << shift), t2 = thr + (2u << shift), t3 = thr + (3u << shift);
+    for (int i = threadIdx.x; i < 2048; i += 1024) hist[i] = 0;
+    if (threadIdx.x < 32) low[threadIdx.x] = 0;
+    __syncthreads();
+    if (at < n) {
 #pragma unroll
         for (int i = 0; i < 32; ++i) {
             uint32_t key = KEY(v, i);
-            c1 += key >= t1; c2 += key >= t2; c3 += key >= t3;
+            if (key) atomicAdd(&hist[key >> 5], 1);
         }
-        c1 = __reduce_add_sync(FULL, c1); c2 = __reduce_add_sync(FULL, c2); c3 = __reduce_add_sync(FULL, c3);
-        uint32_t(&c)[32][4] = counts[pass & 1];
-        if (lane == 0) { c[warp][0] = c1; c[warp][1] = c2; c[warp][2] = c3; }
-        __syncthreads();
-        c1 = __reduce_add_sync(FULL, c[lane][0]); c2 = __reduce_add_sync(FULL, c[lane][1]); c3 = __reduce_add_sync(FULL, c[lane][2]);
-        if (c3 >= (uint32_t)k) thr = t3;
-        else if (c2 >= (uint32_t)k) { thr = t2; above = c3; }
-        else if (c1 >= (uint32_t)k) { thr = t1; above = c2; }
-        else above = c1;
     }
-    uint64_t mine = 0;
+    __syncthreads();
+    find_bin(hist, (uint32_t)k, found, scratch);
+    uint32_t bin = found[0];
+    if (at < n) {
 #pragma unroll
-    for (int i = 0; i < 32; ++i) {
-        uint32_t key = KEY(v, i);
-        mine += (uint64_t)(key > thr) << 32 | (key == thr);
+        for (int i = 0; i < 32; ++i) {
+            uint32_t key = KEY(v, i);
+            if (key && key >> 5 == bin) atomicAdd(&low[key & 31], 1);
+        }
+    }
+    __syncthreads();
+    if (threadIdx.x < 32) {
+        uint32_t thr, need;
+        find_threshold(low[threadIdx.x], bin, found[1], (uint32_t)k, thr, need);
+        if (threadIdx.x == 0) { thr_s = thr; need_s = need; }
+    }
+    __syncthreads();
+    uint32_t thr = thr_s, need_eq = need_s;
+    uint64_t mine = 0;
+    if (at < n) {
+#pragma unroll
+        for (int i = 0; i < 32; ++i) {
+            uint32_t key = KEY(v, i);
+            mine += (uint64_t)(key > thr) << 32 | (key == thr);
+        }
     }
     uint64_t before = exclusive(mine, scratch);
-    uint32_t need_eq = thr ? (uint32_t)k - above : 0;
     int32_t* row = out + (int64_t)t * k;
-    emit(v, at, thr, need_eq, (uint32_t)(before >> 32), (uint32_t)before, row, t, spans, blocks, B, block);
-    uint32_t chosen = above + need_eq;
-    for (int i = chosen + threadIdx.x; i < k; i += blockDim.x) row[i] = -1;
+    if (mine) emit(v, at, thr, need_eq, (uint32_t)(before >> 32), (uint32_t)before, row, t, spans, blocks, B, block);
+    if (threadIdx.x == 1023) chosen_s = thr ? (uint32_t)k : (uint32_t)((before + mine) >> 32);
+    __syncthreads();
+    for (int i = chosen_s + threadIdx.x; i < k; i += blockDim.x) row[i] = -1;
 }
 
 // ---- rows longer than one block holds ---------------------------------------------------------------------
@@ -136,20 +180,9 @@ extern "C" __global__ void __launch_bounds__(256) topk_part_count(const uint16_t
     __shared__ uint64_t scratch[32];
     __shared__ uint32_t low[32], found[2], gt_total;
     int t = blockIdx.y, lane = threadIdx.x & 31;
-    // Thread i holds bins 2047-8i .. 2040-8i: an exclusive sum counts the keys above them.
-    const uint32_t* g = hist + (int64_t)t * 2048 + 2040 - 8 * threadIdx.x;
-    uint32_t b[8], sum = 0;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) { b[i] = g[7 - i]; sum += b[i]; }
     if (threadIdx.x < 32) low[threadIdx.x] = 0;
-    if (threadIdx.x == 0) { found[0] = 0; found[1] = 0; gt_total = 0; }
-    uint32_t above = (uint32_t)exclusive(sum, scratch);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        if (above < (uint32_t)k && above + b[i] >= (uint32_t)k) { found[0] = 2047 - 8 * threadIdx.x - i; found[1] = above; }
-        above += b[i];
-    }
-    __syncthreads();
+    if (threadIdx.x == 0) gt_total = 0;
+    find_bin(hist + (int64_t)t * 2048, (uint32_t)k, found, scratch);
     uint32_t bin = found[0], v[16], gt = 0;
     load_keys(v, keys + t * ld, blockIdx.x * 8192 + threadIdx.x * 32, n);
 #pragma unroll
@@ -185,24 +218,9 @@ extern "C" __global__ void __launch_bounds__(256) topk_part_write(const uint16_t
     if (warp == 0) {
         s = 0;
         for (int w = 0; w < 8; ++w) s += sums[w][lane];
-        uint32_t bin = header[2 * t], above = header[2 * t + 1], suffix = s;
-        // suffix = keys of the bin with a low part >= lane.
-#pragma unroll
-        for (int o = 1; o < 32; o <<= 1) {
-            uint32_t a = __shfl_down_sync(FULL, suffix, o);
-            if (lane + o < 32) suffix += a;
-        }
-        uint32_t total = __shfl_sync(FULL, suffix, 0);
-        // No threshold bin: every non-zero key is chosen, and thr = 0 says so.
-        bool all = above + total < (uint32_t)k || (bin == 0 && above == 0 && total == 0);
-        uint32_t ok = __ballot_sync(FULL, above + suffix >= (uint32_t)k);
-        int low = ok ? 31 - __clz(ok) : 0;
-        uint32_t ge = __shfl_sync(FULL, suffix, low), at = __shfl_sync(FULL, s, low);
-        if (lane == 0) {
-            thr_s = all || !ok ? 0 : bin << 5 | (uint32_t)low;
-            need_s = all || !ok ? 0 : (uint32_t)k - (above + ge - at);
-            chosen_s = (uint32_t)k;
-        }
+        uint32_t thr, need;
+        find_threshold(s, header[2 * t], header[2 * t + 1], (uint32_t)k, thr, need);
+        if (lane == 0) { thr_s = thr; need_s = need; }
     }
     __syncthreads();
     uint32_t thr = thr_s, need_eq = need_s;
@@ -231,7 +249,7 @@ extern "C" __global__ void __launch_bounds__(256) topk_part_write(const uint16_t
     }
     uint64_t before = exclusive(mine, scratch);
     int32_t* row = out + (int64_t)t * k;
-    emit(v, at, thr, need_eq, gt_s + (uint32_t)(before >> 32), eq_s + (uint32_t)before, row, t, spans, blocks, B, block);
+    if (mine) emit(v, at, thr, need_eq, gt_s + (uint32_t)(before >> 32), eq_s + (uint32_t)before, row, t, spans, blocks, B, block);
     if (blockIdx.x == gridDim.x - 1) {
         if (threadIdx.x == 255) chosen_s = thr ? (uint32_t)k : gt_s + (uint32_t)((before + mine) >> 32);
         __syncthreads();

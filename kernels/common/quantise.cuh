@@ -32,6 +32,26 @@ __device__ __forceinline__ uint4 pack8(const float (&v)[8]) {
     return make_uint4(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]));
 }
 
+// Eight consecutive values, already rounded to bf16, as unit `at` (of 8) of whichever outputs are wanted: themselves, their
+// act_quant values, or their codes and scales. Groups do not straddle units of four; all lanes must call.
+__device__ __forceinline__ void emit8(float (&v)[8], int64_t at, bool live, bf16* plain, bf16* fake, uint8_t* codes, uint8_t* scales) {
+    if (plain && live) reinterpret_cast<uint4*>(plain)[at] = pack8(v);
+    if (!fake && !codes) return;
+    uint32_t s = group_scale8(v), c[8];
+    float inv = e8m0_inverse(s), scale = e8m0_to_f32(s);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) c[i] = fp8_code(v[i], inv);
+    if (codes && live) {
+        reinterpret_cast<uint2*>(codes)[at] = make_uint2(c[0] | c[1] << 8 | c[2] << 16 | c[3] << 24, c[4] | c[5] << 8 | c[6] << 16 | c[7] << 24);
+        if ((at & 3) == 0) scales[at >> 2] = (uint8_t)s;
+    }
+    if (fake) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) v[i] = e4m3_to_f32(c[i]) * scale;
+        if (live) reinterpret_cast<uint4*>(fake)[at] = pack8(v);
+    }
+}
+
 // The fp4 scale of a group: an exact power of two (group 32, e8m0) or an e4m3 value (group 16), as f32.
 __device__ __forceinline__ float fp4_scale_e8m0(float amax, uint32_t& byte) {
     byte = pow2ceil_e8m0(fmaxf(amax, 6.0f * 0x1p-126f) * (1.0f / 6.0f));

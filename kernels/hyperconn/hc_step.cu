@@ -3,10 +3,10 @@
 //
 // Maths    s = bf16(post[k] * x + sum_j comb[j][k] * residual[j])           (x null: s = residual)
 //          mix = (fn . flatten(s)) * rsqrt(mean(s^2) + eps) -> split_sinkhorn -> coef
-//          y = bf16(sum_c pre[c] * s[c]);  out = bf16(w * y * rsqrt(mean(y^2) + eps));  fake = fake_quant_fp8(out)
+//          y = bf16(sum_c pre[c] * s[c]);  out = bf16(w * y * rsqrt(mean(y^2) + eps));  then act_quant(out)
 // Layout   x [T, dim], residual, stream [T, 4, dim] bf16 (stream may be residual); post [T, 4], comb [T, 4, 4], pre [T, 4] f32,
 //          each with row stride ld_coef (24: views into a packed coef); fn [24, 4*dim] f32, scale [3], base [24] f32;
-//          w [dim] bf16; coef [T, 24] f32: pre | post | comb; out, fake [T, dim] bf16 (fake may be null; w null: only coef);
+//          w [dim] bf16; coef [T, 24] f32: pre | post | comb; out, fake [T, dim] bf16, codes [T, dim], scales [T, dim/32] u8: each may be null (w null: only coef);
 //          workspace: y [T, dim] bf16, part [T, slices, 32] f32, counter [ceil(T/per)] u32 (zero before the first use)
 // Grid     hc_step: (slices, ceil(T/per)), block 128, slices = ceil(dim/128), per = tokens of a block. counter given: the
 //          last block of a token group finishes it (few tokens); counter null: hc_finish follows, one block of 256 per token
@@ -33,7 +33,7 @@ __device__ __forceinline__ float reduce32(float (&v)[32]) {
 
 // Mixes to coefficients (first warp) and the norm of y (the other warps, or all of them for long rows).
 __device__ __forceinline__ void finish_token(int64_t t, const float* part, int slices, const bf16* y, const float* scale, const float* base, const bf16* w,
-                                             float* coef, bf16* out, bf16* fake, int dim, int iters, float hc_eps, float norm_eps) {
+                                             float* coef, bf16* out, bf16* fake, uint8_t* codes, uint8_t* scales, int dim, int iters, float hc_eps, float norm_eps) {
     __shared__ float total[32], wsum[32][33];
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
     __syncthreads();
@@ -73,17 +73,13 @@ __device__ __forceinline__ void finish_token(int64_t t, const float* part, int s
         }
 #pragma unroll
         for (int i = 0; i < 8; ++i) v[i] = round_bf16(g[i] * (v[i] * r));
-        if (out && u < units) reinterpret_cast<uint4*>(out)[t * units + u] = pack8(v);
-        if (fake) {
-            fake_quant8(v);
-            if (u < units) reinterpret_cast<uint4*>(fake)[t * units + u] = pack8(v);
-        }
+        emit8(v, t * units + u, u < units, out, fake, codes, scales);
     }
 }
 
 extern "C" __global__ void __launch_bounds__(128) hc_step(const bf16* x, const bf16* residual, const float* post, const float* comb, const float* pre,
                                                           const float* fn, const float* scale, const float* base, const bf16* w, bf16* stream, float* coef,
-                                                          bf16* out, bf16* fake, bf16* y, float* part, uint32_t* counter, int T, int dim, int per,
+                                                          bf16* out, bf16* fake, uint8_t* codes, uint8_t* scales, bf16* y, float* part, uint32_t* counter, int T, int dim, int per,
                                                           int ld_coef, int iters, float hc_eps, float norm_eps) {
     __shared__ float wpart[2][4][32];
     int d = blockIdx.x * 128 + threadIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -145,10 +141,10 @@ extern "C" __global__ void __launch_bounds__(128) hc_step(const bf16* x, const b
     __syncthreads();
     if (!last) return;
     __threadfence();
-    for (int t = t0; t < t1; ++t) finish_token(t, part, gridDim.x, y, scale, base, w, coef, out, fake, dim, iters, hc_eps, norm_eps);
+    for (int t = t0; t < t1; ++t) finish_token(t, part, gridDim.x, y, scale, base, w, coef, out, fake, codes, scales, dim, iters, hc_eps, norm_eps);
 }
 
 extern "C" __global__ void __launch_bounds__(256) hc_finish(const float* part, const bf16* y, const float* scale, const float* base, const bf16* w, float* coef,
-                                                            bf16* out, bf16* fake, int slices, int dim, int iters, float hc_eps, float norm_eps) {
-    finish_token(blockIdx.x, part, slices, y, scale, base, w, coef, out, fake, dim, iters, hc_eps, norm_eps);
+                                                            bf16* out, bf16* fake, uint8_t* codes, uint8_t* scales, int slices, int dim, int iters, float hc_eps, float norm_eps) {
+    finish_token(blockIdx.x, part, slices, y, scale, base, w, coef, out, fake, codes, scales, dim, iters, hc_eps, norm_eps);
 }

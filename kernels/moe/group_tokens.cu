@@ -4,15 +4,52 @@
 // Layout   experts [P] u32 (P = T*k). Out: order [P] i32 (pairs of this rank's experts first, sorted; then -1),
 //          inverse [P] i32 (where a pair went, -1 if another rank's), tiles [min(P, n_local + P/tile)] int4
 //          {local expert, first position in order, pairs, 0}, count [1] i32 = tiles used
-// Grid     one block of 512; 4 * (17 * n_local + 1) bytes of dynamic shared memory
+// Grid     one block of 512; max(4 * (17 * n_local + 1), 4 * P for P <= 512) bytes of dynamic shared memory
 // Numerics integers; a pair's place comes from ranks, not from the order of atomics, so the result is reproducible
 // Checked  tests_cuda/check.cu, crates/moe/tests
 #include "../common/util.cuh"
+
+// Up to 512 pairs, a thread each: a pair's place is the number of pairs that sort before it.
+__device__ __forceinline__ void group_few(const uint32_t* experts, int32_t* order, int32_t* inverse, int4* tiles, int32_t* count, int P, uint32_t first,
+                                          int n_local, int tile, uint32_t* e_s) {
+    __shared__ int32_t total, ours_total;
+    int p = threadIdx.x;
+    uint32_t e = p < P ? experts[p] - first : 0xffffffffu;
+    bool ours = e < (uint32_t)n_local;
+    if (p < P) e_s[p] = ours ? e : 0xffffffffu;
+    if (p == 0) { total = 0; ours_total = 0; }
+    __syncthreads();
+    int before = 0, rank = 0, same = 0;
+    for (int i = 0; i < P; ++i) {
+        uint32_t o = e_s[i];
+        before += o < e;
+        rank += o == e && i < p;
+        same += o == e;
+    }
+    // Tiles of lower experts: each is opened by a pair whose rank is a multiple of the tile size.
+    __syncthreads();
+    bool opens = ours && rank % tile == 0;
+    if (p < P) e_s[p] = opens ? e : 0xffffffffu;
+    if (ours) { atomicAdd(&ours_total, 1); if (opens) atomicAdd(&total, 1); }
+    __syncthreads();
+    if (ours) {
+        order[before + rank] = p;
+        if (opens) {
+            int at = rank / tile;
+            for (int i = 0; i < P; ++i) at += e_s[i] < e;
+            tiles[at] = make_int4((int)e, before + rank, min(tile, same - rank), 0);
+        }
+    }
+    if (p < P) inverse[p] = ours ? before + rank : -1;
+    if (p < P && p >= ours_total) order[p] = -1;
+    if (p == 0) *count = total;
+}
 
 extern "C" __global__ void __launch_bounds__(512) group_tokens(const uint32_t* experts, int32_t* order, int32_t* inverse, int4* tiles, int32_t* count,
                                                                int P, uint32_t first, int n_local, int tile) {
     constexpr int WARPS = 16;
     extern __shared__ int32_t sh[];
+    if (P <= 512) return group_few(experts, order, inverse, tiles, count, P, first, n_local, tile, reinterpret_cast<uint32_t*>(sh));
     int32_t *start = sh, *fill = sh + n_local + 1;  // start [n_local + 1], fill [WARPS][n_local]
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     for (int i = threadIdx.x; i < WARPS * n_local; i += blockDim.x) fill[i] = 0;

@@ -14,19 +14,7 @@ extern "C" __global__ void act_quant(const bf16* x, uint8_t* codes, uint8_t* sca
     bool live = i < total8;
     float v[8] = {0, 0, 0, 0, 0, 0, 0, 0};
     if (live) unpack8(reinterpret_cast<const uint4*>(x)[i], v);
-    uint32_t s = group_scale8(v);
-    if (!live) return;
-    float inv = e8m0_inverse(s), scale = e8m0_to_f32(s);
-    uint32_t c[8];
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-        c[j] = fp8_code(v[j], inv);
-        v[j] = e4m3_to_f32(c[j]) * scale;
-    }
-    if (codes)
-        reinterpret_cast<uint2*>(codes)[i] = make_uint2(c[0] | c[1] << 8 | c[2] << 16 | c[3] << 24, c[4] | c[5] << 8 | c[6] << 16 | c[7] << 24);
-    if (scales && (i & 3) == 0) scales[i >> 2] = (uint8_t)s;
-    if (fake) reinterpret_cast<uint4*>(fake)[i] = pack8(v);
+    emit8(v, i, live, nullptr, fake, codes, scales);
 }
 
 // fp4_weights: 0 for products with e4m3 weights, 1 with e2m1. rows_pad: rows of `out`, a multiple of 8. quantise: 0

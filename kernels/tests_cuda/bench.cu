@@ -16,8 +16,16 @@ static void bench_linear_small() {
         for (int M : {1, 4, 16}) {
             auto x = rand_bf16((size_t)M * K);
             Dev<bf16> y((size_t)M * N);
+            auto xc = rand_u8((size_t)M * K, 1), xs = rand_u8((size_t)M * K / 32, 2);
+            int m = M <= 8 ? 8 : 16;
+            for (int ks : {1, 2, 4, 8}) {
+                size_t g = 4 * (((K + 127) / 128 + ks - 1) / ks);
+                double us = graph_us([&](int i) {
+                    launch(fmt("quant/fp8_few_sm90:fp8_few_k%d_m%d", ks, m), dim3((N + 63) / 64 * ks), 128, 6 * 8192 + g * (32 * m + 4 * m + 8), xc.p, xs.p, ws[i % n].p, ss[i % n].p, y.p, M, N, K);
+                });
+                row(fmt("fp8_few_k%d", ks).c_str(), fmt("M%d %d->%d", M, K, N), us, (double)N * K * (1 + 1 / 1024.) + 2.0 * M * (K + N), 2.0 * M * N * K);
+            }
             for (int t : {1, 2}) {
-                int m = M <= 8 ? 8 : 16;
                 std::string k = fmt("quant/fp8_linear:fp8_linear_m%d_t%d", m, t);
                 double us = graph_us([&](int i) { launch(k, dim3((N + 16 * t - 1) / (16 * t), 1, 1), 256, 0, x.p, ws[i % n].p, ss[i % n].p, y.p, M, N, K); });
                 row(fmt("fp8_linear_t%d", t).c_str(), fmt("M%d %d->%d", M, K, N), us, (double)N * K * (1 + 1 / 1024.) + 2.0 * M * (K + N), 2.0 * M * N * K);
@@ -60,17 +68,31 @@ static void bench_experts() {
             order.emplace_back(P); inverse.emplace_back(P); count.emplace_back(1); tiles.emplace_back(max_tiles);
         }
         Dev<bf16> h((size_t)P * inter), y((size_t)P * dim), out((size_t)T * dim);
-        auto grp = [&](int i) { launch("moe/group_tokens", dim3(1), 512, 4 * (17 * E + 1), ex[i].p, order[i].p, inverse[i].p, tiles[i].p, count[i].p, P, 0u, E, 8); };
+        auto grp = [&](int i) { launch("moe/group_tokens", dim3(1), 512, 4 * (17 * E + 1), ex[i].p, order[i].p, inverse[i].p, tiles[i].p, count[i].p, P, 0u, E, T == 1 ? 1 : 8); };
         auto up = [&](int i) {
             launch("moe/experts:experts_up_fp4", dim3(inter / 32, max_tiles), 256, 0, x.p, order[i].p, tiles[i].p, count[i].p, wt.p, w1.p, s1.p, w3.p, s3.p, h.p, dim, inter, k, 10.0f);
         };
         auto down = [&](int i) { launch("moe/experts:experts_down_fp4", dim3(dim / 32, max_tiles), 192, 0, h.p, tiles[i].p, count[i].p, w2.p, s2.p, y.p, dim, inter); };
         auto comb = [&](int i) { launch("moe/combine:moe_combine", dim3((dim / 8 + 127) / 128, T), 128, 0, y.p, inverse[i].p, ex[i].p, (bf16*)nullptr, out.p, (float*)nullptr, dim, k); };
         for (int i = 0; i < sets; ++i) grp(i);
+        auto xc = rand_u8((size_t)T * dim, 1), xs = rand_u8((size_t)T * dim / 32, 2);
+        Dev<uint8_t> hc((size_t)P * inter), hs((size_t)P * inter / 32);
+        auto few_smem = [](int K) { size_t g = (K / 32 + 15) / 16 * 16; return g * (256 + 32) + 3 * 18432; };
+        std::string suffix = T == 1 ? "_t1" : "";
+        auto fup = [&](int i) {
+            launch("moe/experts_few_sm90:experts_few_up" + suffix, dim3(inter / 32, max_tiles), 128, few_smem(dim), xc.p, xs.p, order[i].p, tiles[i].p, count[i].p, wt.p, w1.p, s1.p, w3.p, s3.p,
+                   hc.p, hs.p, dim, inter, k, 10.0f);
+        };
+        auto fdown = [&](int i) {
+            launch("moe/experts_few_sm90:experts_few_down" + suffix, dim3(dim / 64, max_tiles), 128, few_smem(inter), hc.p, hs.p, tiles[i].p, count[i].p, w2.p, s2.p, y.p, dim, inter);
+        };
         double b = (double)used * (wb + sb), fl = 2.0 * P * inter * dim;
         row("group_tokens", fmt("T%d", T), graph_us([&](int i) { grp(i % sets); }), 4.0 * P, 0);
         row("experts_up", fmt("T%d, %d experts", T, used), graph_us([&](int i) { up(i % sets); }), 2 * b, 2 * fl);
         row("experts_down", fmt("T%d", T), graph_us([&](int i) { down(i % sets); }), b, fl);
+        row("experts_few_up", fmt("T%d", T), graph_us([&](int i) { fup(i % sets); }), 2 * b, 2 * fl);
+        row("experts_few_down", fmt("T%d", T), graph_us([&](int i) { fdown(i % sets); }), b, fl);
+        row("experts_few all", fmt("T%d", T), graph_us([&](int i) { grp(i % sets); fup(i % sets); fdown(i % sets); comb(i % sets); }), 3 * b, 3 * fl);
         row("experts all", fmt("T%d", T), graph_us([&](int i) { grp(i % sets); up(i % sets); down(i % sets); comb(i % sets); }), 3 * b, 3 * fl);
     }
 }
@@ -86,7 +108,7 @@ static void bench_attn() {
             for (int j = 0; j < n; ++j) idx[(size_t)t * n + j] = j >= n - 7 ? -1 : (rows > 100000 ? t * 4224 + pick(0, 4223) : pick(0, rows - 1));
         Dev<int> di(idx);
         Scopes sc = {{{kv.p, di.p, n}, {nullptr, nullptr, 0}, {nullptr, nullptr, 0}}};
-        for (int S : T == 1 ? std::vector<int>{10, 20} : T == 64 ? std::vector<int>{1, 2, 4} : std::vector<int>{1}) {
+        for (int S : T == 1 ? std::vector<int>{5, 10, 20} : T == 64 ? std::vector<int>{1, 2, 4} : std::vector<int>{1}) {
             Dev<bf16> out((size_t)T * H * D);
             Dev<float> po((size_t)S * T * H * D), ml((size_t)S * T * H * 2);
             double us = graph_us([&](int) {
@@ -94,6 +116,11 @@ static void bench_attn() {
                 if (S > 1) launch("attention/sparse_attn_combine", dim3(H, T), 128, 0, po.p, ml.p, sink.p, out.p, T, H, D, S);
             }, T > 1000 ? 2 : 20, 7);
             row("sparse_attn", fmt("T%d, 633 rows, split %d", T, S), us, (double)T * (633 * 1024 + 2 * 65536), 4.0 * T * H * D * 633);
+            us = graph_us([&](int) {
+                launch("attention/sparse_attn_sm90", dim3(S, 1, T), 384, 3 * 65536 + 16384 + 1024 + 4 * n, q.p, sc, sink.p, out.p, po.p, ml.p, T, H, 0.0442f);
+                if (S > 1) launch("attention/sparse_attn_combine", dim3(H, T), 128, 0, po.p, ml.p, sink.p, out.p, T, H, D, S);
+            }, T > 1000 ? 2 : 20, 7);
+            row("sparse_attn_sm90", fmt("T%d, 633 rows, split %d", T, S), us, (double)T * (633 * 1024 + 2 * 65536), 4.0 * T * H * D * 633);
         }
     }
 }
@@ -139,9 +166,9 @@ static void bench_hc() {
         Dev<uint32_t> cnt(groups);
         cnt.zero();
         double us = graph_us([&](int i) {
-            launch("hyperconn/hc_step", dim3(slices, groups), 128, 0, x.p, res.p, cin.p + 4, cin.p + 8, cin.p, fn[i % sets].p, scale.p, base.p, w.p, stream.p, coef.p, out.p, fake.p, y.p, part.p,
+            launch("hyperconn/hc_step", dim3(slices, groups), 128, 0, x.p, res.p, cin.p + 4, cin.p + 8, cin.p, fn[i % sets].p, scale.p, base.p, w.p, stream.p, coef.p, out.p, fake.p, (uint8_t*)nullptr, (uint8_t*)nullptr, y.p, part.p,
                    one ? cnt.p : nullptr, T, dim, per, 24, 20, 1e-6f, 1e-20f);
-            if (!one) launch("hyperconn/hc_step:hc_finish", dim3(T), 256, 0, part.p, y.p, scale.p, base.p, w.p, coef.p, out.p, fake.p, slices, dim, 20, 1e-6f, 1e-20f);
+            if (!one) launch("hyperconn/hc_step:hc_finish", dim3(T), 256, 0, part.p, y.p, scale.p, base.p, w.p, coef.p, out.p, fake.p, (uint8_t*)nullptr, (uint8_t*)nullptr, slices, dim, 20, 1e-6f, 1e-20f);
         }, T > 1000 ? 3 : 20);
         row("hc_step", fmt("T%d", T), us, 24.0 * 4 * dim * 4 + (double)T * dim * 2 * (1 + 4 + 4 + 2), 2.0 * T * 24 * 4 * dim);
     }
@@ -177,19 +204,22 @@ static void bench_small() {
     auto st = rand_bf16(4 * dim), kv = rand_bf16(5 * dim), wq = rand_bf16(4 * dim), wk = rand_bf16(4 * dim), w = rand_bf16(dim), x = rand_bf16(dim);
     Dev<bf16> o(4 * dim), f(dim);
     row("engram_gate", "T1", graph_us([&](int) { launch("engram/engram_gate", dim3(4, 1), 256, 0, st.p, kv.p, wq.p, wk.p, (uint8_t*)nullptr, o.p, dim, 1e-20f, 0.014f); }), 40.0 * dim, 0);
-    row("rms_norm", "T1 5120 + quant", graph_us([&](int) { launch("core/rms_norm", dim3(1), 256, 0, x.p, w.p, o.p, f.p, dim, (int64_t)dim, 1e-20f); }), 8.0 * dim, 0);
+    row("rms_norm", "T1 5120 + quant", graph_us([&](int) { launch("core/rms_norm", dim3(1), 640, 0, x.p, w.p, o.p, f.p, (uint8_t*)nullptr, (uint8_t*)nullptr, dim, (int64_t)dim, 1e-20f); }), 8.0 * dim, 0);
     auto gl = rand_f32(384, 4), gb = rand_f32(384);
     Dev<float> gw(6);
     Dev<uint32_t> ge(6);
-    row("topk_gate", "T1 6 of 384", graph_us([&](int) { launch("moe/topk_gate", dim3(1), 128, 0, gl.p, gb.p, (float*)nullptr, (uint8_t*)nullptr, (uint32_t*)nullptr, gw.p, ge.p, 1, 384, 6, 2, 1.0f, 1, 1.5f); }), 3072, 0);
+    row("topk_gate", "T1 6 of 384", graph_us([&](int) { launch("moe/topk_gate", dim3(1), 128, 4 * 384, gl.p, gb.p, (float*)nullptr, (uint8_t*)nullptr, (uint32_t*)nullptr, gw.p, ge.p, 1, 384, 6, 2, 1.0f, 1, 1.5f); }), 3072, 0);
     auto lw = make<Dev<uint8_t>>(70, [&] { Dev<uint8_t> d(384 * 5120 * 2); fill_bf16<<<256, 256>>>((bf16*)d.p, 384 * 5120, next_seed(), 0.05f); return d; });
     Dev<float> lg(384);
     row("gate logits", "M1 5120->384 f32", graph_us([&](int i) { launch("core/bf16_linear:bf16_linear_f32_m8_t1", dim3(24, 1, 1), 256, 0, x.p, lw[i % 70].p, (uint8_t*)nullptr, lg.p, 1, 384, 5120); }), 384 * 5120 * 2.0, 0);
     auto hw = rand_bf16((size_t)129280 * 5120, 0.05f);
     Dev<float> logits(129280);
     row("head", "M1 5120->129280 f32", graph_us([&](int) { launch("core/bf16_linear:bf16_linear_f32_m8_t1", dim3(8080, 1, 1), 256, 0, x.p, (uint8_t*)hw.p, (uint8_t*)nullptr, logits.p, 1, 129280, 5120); }, 4), 129280.0 * 5120 * 2, 0);
-    Dev<uint32_t> tok(1);
-    row("sample", "greedy 129280", graph_us([&](int) { launch("core/sample", dim3(1), 1024, 0, logits.p, tok.p, 129280, 0.0f, (uint64_t)0, (uint64_t)0); }), 129280 * 4.0, 0);
+    Dev<uint32_t> tok(1), cnt(1);
+    Dev<uint64_t> best(1);
+    cnt.zero();
+    best.zero();
+    row("sample", "greedy 129280", graph_us([&](int) { launch("core/sample", dim3(63, 1), 256, 0, logits.p, tok.p, best.p, cnt.p, 129280, 0.0f, (uint64_t)0, (uint64_t)0); }), 129280 * 4.0, 0);
 }
 
 #include "bench_sm90.cuh"

@@ -144,7 +144,8 @@ static void check_norm() {
         auto x = rand_bf16((size_t)T * dim), w = rand_bf16(dim);
         CUDA(cudaMemset(x.p, 0, dim * 2));  // a zero row
         Dev<bf16> y((size_t)T * dim), fake((size_t)T * dim), want_fake((size_t)T * dim);
-        launch("core/rms_norm", dim3(T), 256, 0, x.p, w.p, y.p, fake.p, dim, (int64_t)dim, 1e-20f);
+        Dev<uint8_t> codes((size_t)T * dim), scales((size_t)T * dim / 32), wcodes((size_t)T * dim), wscales((size_t)T * dim / 32);
+        launch("core/rms_norm", dim3(T), std::min(1024, (dim / 8 + 31) / 32 * 32), 0, x.p, w.p, y.p, fake.p, codes.p, scales.p, dim, (int64_t)dim, 1e-20f);
         auto hx = x.get(), hw = w.get();
         std::vector<float> want;
         for (int t = 0; t < T; ++t) {
@@ -153,7 +154,9 @@ static void check_norm() {
             for (int d = 0; d < dim; ++d) want.push_back(to_f(hw[d]) * (to_f(hx[t * dim + d]) / sqrt(s / dim + 1e-20)));
         }
         near("rms_norm", fmt("%dx%d", T, dim), y.get(), want, 3e-3);
-        launch("quant/act_quant", dim3((T * dim / 8 + 255) / 256), 256, 0, y.p, (uint8_t*)nullptr, (uint8_t*)nullptr, want_fake.p, (int64_t)(T * dim / 8));
+        launch("quant/act_quant", dim3((T * dim / 8 + 255) / 256), 256, 0, y.p, wcodes.p, wscales.p, want_fake.p, (int64_t)(T * dim / 8));
+        same("rms_norm codes", fmt("%dx%d", T, dim), codes.get(), wcodes.get());
+        same("rms_norm scales", fmt("%dx%d", T, dim), scales.get(), wscales.get());
         same("rms_norm fake", fmt("%dx%d", T, dim), fake.get(), want_fake.get());
     }
     auto table = rand_bf16(50 * 96);
@@ -198,6 +201,25 @@ static void check_linear() {
         }
 }
 
+static void check_fp8_few() {
+    for (auto [M, N, K] : {std::tuple{1, 5, 32}, {3, 96, 96}, {8, 130, 160}, {13, 333, 736}, {16, 512, 5120}, {1, 1280, 5120}, {5, 2304, 1280}}) {
+        auto w = rand_weight(0, wbytes(0, N, K)), s = rand_u8(sbytes(0, N, K), 2);
+        auto x = rand_bf16((size_t)M * K);
+        Dev<uint8_t> xc((size_t)M * K), xs((size_t)M * K / 32);
+        Dev<bf16> fake((size_t)M * K);
+        launch("quant/act_quant", dim3((M * K / 8 + 255) / 256), 256, 0, x.p, xc.p, xs.p, fake.p, (int64_t)M * K / 8);
+        auto want = reference_linear(0, fake, w, s, M, N, K, 1).get();
+        for (int ks : {1, 2, 4, 8})
+            for (int m : {8, 16}) {
+                if (m < M) continue;
+                Dev<bf16> y((size_t)M * N);
+                size_t g = 4 * (((K + 127) / 128 + ks - 1) / ks);
+                launch(fmt("quant/fp8_few_sm90:fp8_few_k%d_m%d", ks, m), dim3((N + 63) / 64 * ks), 128, 6 * 8192 + g * (32 * m + 4 * m + 8), xc.p, xs.p, w.p, s.p, y.p, M, N, K);
+                near(fmt("fp8_few_k%d_m%d", ks, m), fmt("M%d N%d K%d", M, N, K), y.get(), want, 3e-3);
+            }
+    }
+}
+
 #include "check_moe.cuh"
 #include "check_attention.cuh"
 #include "check_stream.cuh"
@@ -210,6 +232,7 @@ int main(int argc, char** argv) {
     run("quant", check_quant);
     run("norm", check_norm);
     run("linear", check_linear);
+    run("few", check_fp8_few);
     run("moe", check_moe);
     run("attention", check_attention);
     run("index", check_index);

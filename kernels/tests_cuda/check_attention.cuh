@@ -35,6 +35,12 @@ static void check_sparse_attn(int T, int H, int D, int n0, int n1, int n2, int r
     CUDA(cudaFuncSetAttribute(ref_attn, cudaFuncAttributeMaxDynamicSharedMemorySize, 64 * 1024));
     ref_attn<<<dim3(H, T), 128, n * 8>>>(c.q, c.kv[0], c.idx[0], n0, c.kv[1], c.idx[1], n1, c.kv[2], c.idx[2], n2, c.sink, want, H, D, scale);
     near("sparse_attn", fmt("T%d H%d D%d %d+%d+%d of %d split %d", T, H, D, n0, n1, n2, rows, S), out.get(), want.get(), 5e-3);
+    if (D == 512) {
+        out.poison(); po.poison(); ml.poison();
+        launch("attention/sparse_attn_sm90", dim3(S, (H + 63) / 64, T), 384, 3 * 65536 + 16384 + 1024 + 4 * n, c.q.p, c.scopes(), c.sink.p, out.p, po.p, ml.p, T, H, scale);
+        if (S > 1) launch("attention/sparse_attn_combine", dim3(H, T), 128, 0, po.p, ml.p, c.sink.p, out.p, T, H, D, S);
+        near("sparse_attn_sm90", fmt("T%d H%d D%d %d+%d+%d of %d split %d", T, H, D, n0, n1, n2, rows, S), out.get(), want.get(), 5e-3);
+    }
     if (corner) {
         auto o = out.get();
         bool zero = true;
@@ -162,6 +168,9 @@ static void check_attention() {
     check_sparse_attn(2, 64, 512, 128, 1, 512, 3000, 1, false);
     check_sparse_attn(1, 64, 512, 128, 1, 512, 3000, 10, false);
     check_sparse_attn(5, 64, 512, 100, 128, 300, 3000, 20, true);
+    check_sparse_attn(5, 64, 512, 100, 128, 300, 3000, 3, true);
+    check_sparse_attn(3, 37, 512, 30, 20, 80, 3000, 1, true);
+    check_sparse_attn(300, 64, 512, 128, 1, 512, 3000, 1, false);
 }
 
 static float unsort(uint16_t k) {

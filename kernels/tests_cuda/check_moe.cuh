@@ -14,8 +14,8 @@ static void check_gate() {
             Dev<float> dl(logits), db(bias), dv(vl), w(T * k), w2(T * k);
             Dev<uint8_t> dm(mask);
             Dev<uint32_t> e(T * k), e2(T * k);
-            launch("moe/topk_gate", dim3((T + 3) / 4), 128, 0, dl.p, db.p, dv.p, dm.p, (uint32_t*)nullptr, w.p, e.p, T, E, k, func, 1.3f, 1, 1.5f);
-            launch("moe/topk_gate", dim3((T + 3) / 4), 128, 0, dl.p, db.p, dv.p, dm.p, e.p, w2.p, e2.p, T, E, k, func, 1.3f, 1, 1.5f);
+            launch("moe/topk_gate", dim3(T), 128, 4 * E, dl.p, db.p, dv.p, dm.p, (uint32_t*)nullptr, w.p, e.p, T, E, k, func, 1.3f, 1, 1.5f);
+            launch("moe/topk_gate", dim3(T), 128, 4 * E, dl.p, db.p, dv.p, dm.p, e.p, w2.p, e2.p, T, E, k, func, 1.3f, 1, 1.5f);
             auto ge = e.get();
             auto gw = w.get();
             bool order_ok = true;
@@ -75,7 +75,7 @@ struct Groups {
 static Groups group(const std::vector<uint32_t>& e, int first, int n_local, int tile, bool check) {
     int P = e.size(), max_tiles = std::min(P, n_local + P / tile);
     Groups g{Dev<uint32_t>(e), Dev<int32_t>(P), Dev<int32_t>(P), Dev<int32_t>(1), Dev<int32_t>(), Dev<int4>(max_tiles), max_tiles, P};
-    launch("moe/group_tokens", dim3(1), 512, 4 * (17 * n_local + 1), g.experts.p, g.order.p, g.inverse.p, g.tiles.p, g.count.p, P, (uint32_t)first, n_local, tile);
+    launch("moe/group_tokens", dim3(1), 512, std::max(4 * (17 * n_local + 1), 4 * std::min(P, 512)), g.experts.p, g.order.p, g.inverse.p, g.tiles.p, g.count.p, P, (uint32_t)first, n_local, tile);
     std::vector<int32_t> order, inverse(P, -1), at;
     std::vector<int4> tiles;
     for (int x = 0; x < n_local; ++x) {
@@ -135,11 +135,48 @@ static void check_experts(int f, int T, int E, int k, int dim, int inter, bool s
     same("moe_combine", shape, out.get(), want);
 }
 
+static size_t few_smem(int K) { size_t g = (K / 32 + 15) / 16 * 16; return g * (256 + 32) + 3 * 18432; }
+static void check_experts_few(int T, int E, int k, int dim, int inter, bool skew, int tile) {
+    auto e = random_experts(T, E, k, skew);
+    std::string shape = fmt("T%d E%d k%d %dx%d%s tile %d", T, E, k, dim, inter, skew ? " skew" : "", tile), suffix = tile == 1 ? "_t1" : "";
+    auto g = group(e, 0, E, tile, false);
+    auto w1 = rand_weight(1, wbytes(1, inter, dim) * E), w3 = rand_weight(1, wbytes(1, inter, dim) * E), w2 = rand_weight(1, wbytes(1, dim, inter) * E);
+    auto s1 = rand_u8(sbytes(1, inter, dim) * E, 2), s3 = rand_u8(sbytes(1, inter, dim) * E, 2), s2 = rand_u8(sbytes(1, dim, inter) * E, 2);
+    auto x = rand_bf16((size_t)T * dim, 0.02f);
+    auto weights = rand_f32(g.P);
+    size_t np = g.P;
+    Dev<uint8_t> xc((size_t)T * dim), xs((size_t)T * dim / 32), hc(np * inter), hs(np * inter / 32);
+    Dev<bf16> fake((size_t)T * dim), y(np * dim), rh(np * inter), rq(np * inter);
+    Dev<float> ry(np * dim);
+    launch("quant/act_quant", dim3(((size_t)T * dim / 8 + 255) / 256), 256, 0, x.p, xc.p, xs.p, fake.p, (int64_t)T * dim / 8);
+    launch("moe/experts_few_sm90:experts_few_up" + suffix, dim3(inter / 32, g.max_tiles), 128, few_smem(dim), xc.p, xs.p, g.order.p, g.tiles.p, g.count.p, weights.p, w1.p, s1.p,
+           w3.p, s3.p, hc.p, hs.p, dim, inter, k, 10.0f);
+    launch("moe/experts_few_sm90:experts_few_down" + suffix, dim3((dim + 63) / 64, g.max_tiles), 128, few_smem(inter), hc.p, hs.p, g.tiles.p, g.count.p, w2.p, s2.p, y.p, dim, inter);
+    ref_up<<<(np * inter + 127) / 128, 128>>>(1, fake, g.order, g.expert_at, weights, w1, s1, w3, s3, rh, g.P, dim, inter, k, 10.0f);
+    launch("quant/act_quant", dim3((np * inter / 8 + 255) / 256), 256, 0, rh.p, (uint8_t*)nullptr, (uint8_t*)nullptr, rq.p, (int64_t)np * inter / 8);
+    auto c = hc.get(), s = hs.get();
+    std::vector<bf16> h;
+    for (size_t i = 0; i < np * inter; ++i) h.push_back(__float2bfloat16(h_e4m3(c[i]) * ldexpf(1, s[i / 32] - 127)));
+    near("experts_few_up" + suffix, shape, h, rq.get(), 1.5e-2);
+    Dev<bf16> dh(h);
+    ref_down<<<(np * dim + 127) / 128, 128>>>(1, dh, g.order, g.expert_at, w2, s2, ry, g.P, dim, inter);
+    near("experts_few_down" + suffix, shape, y.get(), ry.get(), 3e-3);
+}
+
 static void check_moe() {
     check_gate();
+    for (int tile : {8, 1}) {
+        check_experts_few(5, 6, 3, 96, 64, false, tile);
+        check_experts_few(37, 6, 3, 160, 96, true, tile);
+        check_experts_few(1, 8, 6, 5120, 2304, false, tile);
+        check_experts_few(3, 8, 6, 5120, 2304, true, tile);
+        check_experts_few(11, 4, 2, 832, 352, false, tile);
+    }
     group(random_experts(700, 384, 6, true), 96, 96, 64, true);
     group(random_experts(4096, 384, 6, false), 0, 384, 64, true);
     group(random_experts(1, 384, 6, false), 0, 384, 8, true);
+    group(random_experts(80, 384, 6, true), 0, 384, 8, true);
+    group(random_experts(85, 6, 3, true), 2, 3, 8, true);
     for (int f = 0; f < 3; ++f) {
         check_experts(f, 5, 6, 3, 96, 64, false);
         check_experts(f, 37, 6, 3, 160, 96, true);
@@ -151,7 +188,7 @@ static void check_moe() {
     auto gu = rand_bf16(T * 2 * inter, 8.0f);
     auto w = rand_f32(T);
     Dev<bf16> h(T * inter), fake(T * inter), wf(T * inter);
-    launch("moe/swiglu", dim3((T * inter / 8 + 255) / 256), 256, 0, gu.p, gu.p + inter, w.p, h.p, fake.p, (int64_t)T * inter / 8, inter, (int64_t)2 * inter, 10.0f);
+    launch("moe/swiglu", dim3((T * inter / 8 + 255) / 256), 256, 0, gu.p, gu.p + inter, w.p, h.p, fake.p, (uint8_t*)nullptr, (uint8_t*)nullptr, (int64_t)T * inter / 8, inter, (int64_t)2 * inter, 10.0f);
     auto hg = gu.get();
     auto hw = w.get();
     std::vector<float> want;

@@ -38,10 +38,10 @@ static void check_hc_step(int T, int dim, int per, bool counter, bool post) {
     Dev<uint32_t> cnt(groups);
     cnt.zero();
     for (int again = 0; again < 2; ++again) {
-        launch("hyperconn/hc_step", dim3(slices, groups), 128, 0, post ? x.p : nullptr, res.p, cin.p + 4, cin.p + 8, cin.p, fn.p, scale.p, base.p, w.p, stream.p, coef.p, out.p, fake.p, y.p,
+        launch("hyperconn/hc_step", dim3(slices, groups), 128, 0, post ? x.p : nullptr, res.p, cin.p + 4, cin.p + 8, cin.p, fn.p, scale.p, base.p, w.p, stream.p, coef.p, out.p, fake.p, (uint8_t*)nullptr, (uint8_t*)nullptr, y.p,
                part.p, counter ? cnt.p : nullptr, T, dim, per, ld, iters, 1e-6f, 1e-20f);
         if (!counter)
-            launch("hyperconn/hc_step:hc_finish", dim3(T), 256, 0, part.p, y.p, scale.p, base.p, w.p, coef.p, out.p, fake.p, slices, dim, iters, 1e-6f, 1e-20f);
+            launch("hyperconn/hc_step:hc_finish", dim3(T), 256, 0, part.p, y.p, scale.p, base.p, w.p, coef.p, out.p, fake.p, (uint8_t*)nullptr, (uint8_t*)nullptr, slices, dim, iters, 1e-6f, 1e-20f);
     }
     auto hx = x.get(), hr = res.get(), hw = w.get();
     auto hf = fn.get(), hs = scale.get(), hb = base.get(), hc = cin.get();
@@ -220,7 +220,11 @@ static void check_sample() {
         for (auto& v : l) v = roundf(normal() * 8);  // ties at the top
         Dev<float> dl(l);
         Dev<uint32_t> out(3);
-        launch("core/sample", dim3(3), 1024, 0, dl.p, out.p, vocab, 0.0f, (uint64_t)1, (uint64_t)0);
+        Dev<uint64_t> best(3);
+        Dev<uint32_t> cnt(3);
+        best.zero();
+        cnt.zero();
+        for (int again = 0; again < 2; ++again) launch("core/sample", dim3(std::min(64, std::max(1, vocab / 2048)), 3), 256, 0, dl.p, out.p, best.p, cnt.p, vocab, 0.0f, (uint64_t)1, (uint64_t)0);
         std::vector<uint32_t> want;
         for (int r = 0; r < 3; ++r) want.push_back(std::max_element(&l[r * vocab], &l[(r + 1) * vocab]) - &l[r * vocab]);
         same("sample greedy", fmt("vocab %d, ties", vocab), out.get(), want);
@@ -231,7 +235,11 @@ static void check_sample() {
     for (int r = 0; r < R; ++r) for (float x : p) l.push_back(0.7f * logf(x));
     Dev<float> dl(l);
     Dev<uint32_t> out(R);
-    launch("core/sample", dim3(R), 1024, 0, dl.p, out.p, 4, 0.7f, (uint64_t)g_rng(), (uint64_t)0);
+    Dev<uint64_t> best(R);
+    Dev<uint32_t> cnt(R);
+    best.zero();
+    cnt.zero();
+    launch("core/sample", dim3(1, R), 256, 0, dl.p, out.p, best.p, cnt.p, 4, 0.7f, (uint64_t)g_rng(), (uint64_t)0);
     std::vector<int> c(4);
     for (auto v : out.get()) ++c[v & 3];
     bool ok = true;
