@@ -6,7 +6,7 @@ use candle_core::Tensor;
 use deepseek_v41_attention::{AttnPlan, Attention, LayerCache, RopeTables, SharedAttentionRuntime};
 use deepseek_v41_core::{Comm, Result, RmsNorm, VarBuilder};
 use deepseek_v41_hyperconn::{HyperConn, PreMix, Site};
-use deepseek_v41_moe::Moe;
+use deepseek_v41_moe::{Moe, MoeConfig};
 
 use crate::{
     Config, PlannedLayer, Probe, ProbePoint,
@@ -21,9 +21,16 @@ pub(crate) struct Block {
     hc_attn: HyperConn,
     attn_norm: RmsNorm,
     attn: Attention,
-    hc_ffn: HyperConn,
-    ffn_norm: RmsNorm,
-    ffn: Moe,
+    ffn: FeedForward,
+}
+
+/// The experts inside their hyper-connection: the half that backbone and draft layers share.
+#[derive(Debug)]
+pub(crate) struct FeedForward {
+    number: usize,
+    hc: HyperConn,
+    norm: RmsNorm,
+    moe: Moe,
 }
 
 /// What a block's sublayers share with those of other blocks in one step.
@@ -51,9 +58,7 @@ impl Block {
             hc_attn: HyperConn::new(&hc, Site::Attn, vb.clone())?,
             attn_norm: RmsNorm::new(cfg.dim, cfg.norm_eps, vb.pp("attn_norm"))?,
             attn: Attention::new(&cfg.attention(role.role), comm.clone(), vb.pp("attn"))?,
-            hc_ffn: HyperConn::new(&hc, Site::Ffn, vb.clone())?,
-            ffn_norm: RmsNorm::new(cfg.dim, cfg.norm_eps, vb.pp("ffn_norm"))?,
-            ffn: Moe::new(&cfg.moe(), comm.clone(), vb.pp("ffn"))?,
+            ffn: FeedForward::new(cfg, &cfg.moe(), number, comm, &vb)?,
         })
     }
 
@@ -70,14 +75,7 @@ impl Block {
             step.probe.value(self.number, ProbePoint::Attn, &ys)?;
             Ok(ys)
         })?;
-        let (stream, carried) = self.hc_ffn.around(&stream, carried, |xs| {
-            let ys = self.experts(&self.ffn_norm.forward(&xs)?, step)?;
-            step.probe.value(self.number, ProbePoint::Ffn, &ys)?;
-            Ok(ys)
-        })?;
-        step.probe.value(self.number, ProbePoint::Stream, &stream)?;
-        step.probe.value(self.number, ProbePoint::PreMix, carried.tensor())?;
-        Ok((stream, carried))
+        self.ffn.forward(&stream, carried, step.image_mask, step.probe)
     }
 
     fn attend(&self, xs: &Tensor, cache: LayerCache<'_>, step: &mut Step<'_>) -> Result<Tensor> {
@@ -99,13 +97,55 @@ impl Block {
         }
         Ok(ys)
     }
+}
 
-    fn experts(&self, xs: &Tensor, step: &mut Step<'_>) -> Result<Tensor> {
-        let mut routing = self.ffn.gate().forward(xs, step.image_mask)?;
-        step.probe.routed(self.number, &routing);
-        if let Some(experts) = step.probe.replay_experts(self.number) {
-            routing = self.ffn.gate().forward_chosen(xs, &experts)?;
+impl FeedForward {
+    /// Loads `hc_ffn_*`, `ffn_norm` and `ffn` under `vb`, a block's own prefix.
+    pub(crate) fn new(
+        cfg: &Config,
+        moe: &MoeConfig,
+        number: usize,
+        comm: &Arc<dyn Comm>,
+        vb: &VarBuilder,
+    ) -> Result<Self> {
+        Ok(Self {
+            number,
+            hc: HyperConn::new(&cfg.hyperconn(), Site::Ffn, vb.clone())?,
+            norm: RmsNorm::new(cfg.dim, cfg.norm_eps, vb.pp("ffn_norm"))?,
+            moe: Moe::new(moe, comm.clone(), vb.pp("ffn"))?,
+        })
+    }
+
+    /// `stream: [T, C, dim]` and the mix carried from attention → both for the next layer.
+    pub(crate) fn forward(
+        &self,
+        stream: &Tensor,
+        carried: PreMix,
+        image_mask: Option<&Tensor>,
+        probe: &mut dyn Probe,
+    ) -> Result<(Tensor, PreMix)> {
+        let (stream, carried) = self.hc.around(stream, carried, |xs| {
+            let ys = self.experts(&self.norm.forward(&xs)?, image_mask, probe)?;
+            probe.value(self.number, ProbePoint::Ffn, &ys)?;
+            Ok(ys)
+        })?;
+        probe.value(self.number, ProbePoint::Stream, &stream)?;
+        probe.value(self.number, ProbePoint::PreMix, carried.tensor())?;
+        Ok((stream, carried))
+    }
+
+    fn experts(
+        &self,
+        xs: &Tensor,
+        image_mask: Option<&Tensor>,
+        probe: &mut dyn Probe,
+    ) -> Result<Tensor> {
+        let gate = self.moe.gate();
+        let mut routing = gate.forward(xs, image_mask)?;
+        probe.routed(self.number, &routing);
+        if let Some(experts) = probe.replay_experts(self.number) {
+            routing = gate.forward_chosen(xs, &experts)?;
         }
-        self.ffn.forward_routed(xs, &routing)
+        self.moe.forward_routed(xs, &routing)
     }
 }

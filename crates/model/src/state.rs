@@ -43,6 +43,8 @@ pub struct ModelState {
     pub(crate) window: Vec<WindowCache>,
     /// One for each of [`LayerPlan::sources`].
     pub(crate) compressed: Vec<CompressedCache>,
+    /// One for each draft layer, written for tokens that are there to stay.
+    pub(crate) draft: Vec<WindowCache>,
     slots: Vec<Slot>,
 }
 
@@ -58,6 +60,8 @@ pub(crate) struct Sequence {
     pub(crate) ids: Vec<u32>,
     /// 1 inside image spans; empty as long as there is none.
     pub(crate) image_mask: Vec<u8>,
+    /// How many of its tokens the draft rings have seen.
+    pub(crate) drafted: usize,
     /// Length of the first chunk: the reference's stale index keys depend on it.
     pub(crate) prefill: u32,
     /// The longest the sequence has been since its rings were last whole; how far back `len` may go.
@@ -87,11 +91,12 @@ impl ModelState {
             max_seqs: limits.max_seqs,
         };
         geometry.validate(&plan.ratios())?;
-        let window = plan
-            .layers()
-            .iter()
-            .map(|_| WindowCache::new(geometry, cfg.head_dim, limits.kv_format, device))
-            .collect::<Result<_>>()?;
+        let rings = |n: usize| -> Result<Vec<_>> {
+            let ring = || WindowCache::new(geometry, cfg.head_dim, limits.kv_format, device);
+            (0..n).map(|_| ring()).collect()
+        };
+        let window = rings(cfg.n_layers)?;
+        let draft = rings(if cfg.dspark_block_size > 0 { cfg.n_mtp_layers } else { 0 })?;
         let compressed = plan
             .sources()
             .iter()
@@ -101,7 +106,7 @@ impl ModelState {
             })
             .collect::<Result<_>>()?;
         let slots = (0..limits.max_seqs).map(|_| Slot::default()).collect();
-        Ok(Self { geometry, kv_format: limits.kv_format, window, compressed, slots })
+        Ok(Self { geometry, kv_format: limits.kv_format, window, compressed, draft, slots })
     }
 
     /// Starts an empty sequence.
@@ -157,6 +162,7 @@ impl ModelState {
         let copied = self
             .window
             .iter_mut()
+            .chain(&mut self.draft)
             .try_for_each(|cache| cache.copy_slot(from, to))
             .and_then(|()| {
                 self.compressed.iter_mut().try_for_each(|c| c.copy_slot(from, to, len as u32))
@@ -210,7 +216,8 @@ impl ModelState {
 
     /// Bytes the caches take once they are full.
     pub fn memory_usage(&self) -> usize {
-        let window: usize = self.window.iter().map(WindowCache::memory_usage).sum();
+        let window: usize =
+            self.window.iter().chain(&self.draft).map(WindowCache::memory_usage).sum();
         let compressed: usize = self.compressed.iter().map(CompressedCache::memory_usage).sum();
         window + compressed
     }
@@ -271,6 +278,7 @@ impl Sequence {
         self.ids.truncate(len);
         self.image_mask.truncate(len);
         self.prefill = self.prefill.min(len as u32);
+        self.drafted = self.drafted.min(len);
         if len == 0 {
             // Nothing before it is needed any more.
             self.high_water = 0;

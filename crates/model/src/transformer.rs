@@ -106,6 +106,14 @@ impl Transformer {
         &self.device
     }
 
+    pub(crate) fn embed(&self) -> &Embedding {
+        &self.embed
+    }
+
+    pub(crate) fn head(&self) -> &Linear {
+        &self.head
+    }
+
     /// Runs a step: appends every chunk to its sequence in `state`.
     ///
     /// A row of the result depends on its own sequence alone, bit for bit: not on the other chunks,
