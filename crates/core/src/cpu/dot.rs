@@ -24,9 +24,9 @@ pub fn dot(a: &[f32], b: &[f32]) -> f32 {
 pub fn dot_with(isa: Isa, a: &[f32], b: &[f32]) -> f32 {
     match isa {
         Isa::Portable => dot_ref(a, b),
-        // SAFETY: the variant is made by `detect` only on processors that have the features.
+        // SAFETY: both variants are only made on processors that have the features.
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 => unsafe { avx2::dot(a, b) },
+        Isa::Avx2 | Isa::Avx512 => unsafe { avx2::dot(a, b) },
     }
 }
 

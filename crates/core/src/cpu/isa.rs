@@ -9,6 +9,10 @@ pub enum Isa {
     /// x86-64 with AVX2, FMA and F16C.
     #[cfg(target_arch = "x86_64")]
     Avx2,
+    /// AVX-512F, beside everything [`Isa::Avx2`] stands for. Most kernels have no use for more than
+    /// eight lanes and run their AVX2 form.
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
 }
 
 impl Isa {
@@ -20,17 +24,23 @@ impl Isa {
             && is_x86_feature_detected!("fma")
             && is_x86_feature_detected!("f16c")
         {
-            return Self::Avx2;
+            return if is_x86_feature_detected!("avx512f") {
+                Self::Avx512
+            } else {
+                Self::Avx2
+            };
         }
         Self::Portable
     }
 
     /// Every one this processor has, for tests that compare them.
     pub fn available() -> Vec<Self> {
-        let mut all = vec![Self::Portable];
-        if Self::detect() != Self::Portable {
-            all.push(Self::detect());
+        match Self::detect() {
+            Self::Portable => vec![Self::Portable],
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => vec![Self::Portable, Self::Avx2],
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => vec![Self::Portable, Self::Avx2, Self::Avx512],
         }
-        all
     }
 }

@@ -71,33 +71,7 @@ pub fn accumulate_by_decoding<W: WeightRows + ?Sized>(
     stretch: &Stretch<'_>,
     sums: &mut [Lanes],
 ) {
-    let (rows, len, m) = (stretch.rows.len(), stretch.cols.len(), stretch.inputs());
-    with_scratch(panel::ROWS * len, |buffer| {
-        for r0 in (0..rows).step_by(panel::ROWS) {
-            let count = panel::ROWS.min(rows - r0);
-            for (r, out) in buffer.chunks_exact_mut(len).take(count).enumerate() {
-                w.decode(stretch.rows.start + r0 + r, stretch.cols.start, out);
-            }
-            let mut i = 0;
-            while i < m {
-                // Threes fill the registers; four are better as two twos than as three and one.
-                let c = if m - i == 4 { 2 } else { (m - i).min(3) };
-                let xs = &stretch.xs[i * stretch.k + stretch.cols.start..];
-                let sums = &mut sums[i * rows + r0..];
-                panel::accumulate(
-                    isa,
-                    &buffer[..count * len],
-                    len,
-                    xs,
-                    stretch.k,
-                    c,
-                    sums,
-                    rows,
-                );
-                i += c;
-            }
-        }
-    });
+    panel::accumulate(w, isa, stretch, sums);
 }
 
 /// `out[m, n] = dot(xs[m, :], w[n, :])`, bit for bit [`super::dot`] of the decoded row, for any `m`.

@@ -74,9 +74,9 @@ impl WeightRows for Bf16Rows {
     fn accumulate(&self, isa: Isa, stretch: &Stretch<'_>, sums: &mut [Lanes]) {
         match isa {
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 if stretch.inputs() <= FEW_INPUTS => {
+            Isa::Avx2 | Isa::Avx512 if stretch.inputs() <= FEW_INPUTS => {
                 let first = (stretch.rows.start * self.cols + stretch.cols.start) * 2;
-                // SAFETY: `Avx2` is only made where the processor has it.
+                // SAFETY: both variants are only made where the processor has AVX2.
                 unsafe { avx2::stored::<Bf16>(&self.bytes[first..], 2 * self.cols, stretch, sums) };
             }
             _ => accumulate_by_decoding(self, isa, stretch, sums),
@@ -104,9 +104,9 @@ impl WeightRows for F32Rows {
     fn accumulate(&self, isa: Isa, stretch: &Stretch<'_>, sums: &mut [Lanes]) {
         match isa {
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 if stretch.inputs() <= FEW_INPUTS => {
+            Isa::Avx2 | Isa::Avx512 if stretch.inputs() <= FEW_INPUTS => {
                 let first = (stretch.rows.start * self.cols + stretch.cols.start) * 4;
-                // SAFETY: `Avx2` is only made where the processor has it.
+                // SAFETY: both variants are only made where the processor has AVX2.
                 unsafe { avx2::stored::<F32>(&self.bytes[first..], 4 * self.cols, stretch, sums) };
             }
             _ => accumulate_by_decoding(self, isa, stretch, sums),

@@ -7,7 +7,7 @@
 macro_rules! dispatch {
     ($(#[$doc:meta])* fn $name:ident($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? = $body:ident) => {
         $(#[$doc])*
-        #[inline]
+        #[inline(never)]
         #[allow(unsafe_code)]
         fn $name(isa: deepseek_v41_core::cpu::Isa, $($arg: $ty),*) $(-> $ret)? {
             #[cfg(target_arch = "x86_64")]
@@ -18,7 +18,9 @@ macro_rules! dispatch {
             match isa {
                 #[cfg(target_arch = "x86_64")]
                 // SAFETY: `Isa::detect` and `Isa::available` name AVX2 only where the processor has it.
-                deepseek_v41_core::cpu::Isa::Avx2 => unsafe { avx2($($arg),*) },
+                deepseek_v41_core::cpu::Isa::Avx2 | deepseek_v41_core::cpu::Isa::Avx512 => unsafe {
+                    avx2($($arg),*)
+                },
                 _ => $body($($arg),*),
             }
         }

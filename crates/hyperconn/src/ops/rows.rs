@@ -75,7 +75,9 @@ macro_rules! for_isa {
             match isa {
                 #[cfg(target_arch = "x86_64")]
                 // SAFETY: `Isa` names AVX2 only on processors that have it.
-                deepseek_v41_core::cpu::Isa::Avx2 => unsafe { avx2($($arg),*) },
+                deepseek_v41_core::cpu::Isa::Avx2 | deepseek_v41_core::cpu::Isa::Avx512 => unsafe {
+                    avx2($($arg),*)
+                },
                 _ => $body($($arg),*),
             }
         }

@@ -87,7 +87,7 @@ impl WeightRows for Fp4Weight {
 
     fn decode(&self, row: usize, k0: usize, out: &mut [f32]) {
         #[cfg(target_arch = "x86_64")]
-        if Isa::detect() == Isa::Avx2 && k0.is_multiple_of(FP4_GROUP) {
+        if Isa::detect() != Isa::Portable && k0.is_multiple_of(FP4_GROUP) {
             let whole = out.len() / FP4_GROUP * FP4_GROUP;
             let packed = &self.packed[(row * self.cols + k0) / 2..][..whole / 2];
             let (groups, rest) = out.split_at_mut(whole);
@@ -101,8 +101,8 @@ impl WeightRows for Fp4Weight {
     fn accumulate(&self, isa: Isa, stretch: &Stretch<'_>, sums: &mut [Lanes]) {
         match isa {
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 if stretch.inputs() <= FEW_INPUTS => {
-                // SAFETY: `Isa::Avx2` exists only with AVX2.
+            Isa::Avx2 | Isa::Avx512 if stretch.inputs() <= FEW_INPUTS => {
+                // SAFETY: both variants exist only with AVX2.
                 unsafe { fp4_avx2::accumulate(&self.packed, &self.scales, stretch, sums) };
             }
             _ => accumulate_by_decoding(self, isa, stretch, sums),

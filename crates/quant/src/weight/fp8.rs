@@ -107,7 +107,7 @@ impl WeightRows for Fp8Weight {
 
     fn decode(&self, row: usize, k0: usize, out: &mut [f32]) {
         #[cfg(target_arch = "x86_64")]
-        if Isa::detect() == Isa::Avx2 && self.has_whole_steps() && k0.is_multiple_of(STEP) {
+        if Isa::detect() != Isa::Portable && self.has_whole_steps() && k0.is_multiple_of(STEP) {
             return self.decode_avx2(row, k0, out);
         }
         self.decode_portable(row, k0, out);
@@ -116,7 +116,7 @@ impl WeightRows for Fp8Weight {
     fn accumulate(&self, isa: Isa, stretch: &Stretch<'_>, sums: &mut [Lanes]) {
         match isa {
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 if stretch.inputs() <= FEW_INPUTS && self.has_whole_steps() => {
+            Isa::Avx2 | Isa::Avx512 if stretch.inputs() <= FEW_INPUTS && self.has_whole_steps() => {
                 self.accumulate_avx2(stretch, sums);
             }
             _ => accumulate_by_decoding(self, isa, stretch, sums),
@@ -196,7 +196,7 @@ impl Fp8Weight {
                         xs,
                         sums_stride,
                     };
-                    // SAFETY: the caller's `Isa::Avx2` exists only with AVX2.
+                    // SAFETY: both variants exist only with AVX2.
                     unsafe { fp8_avx2::band(&b, sums) }
                 });
                 // NaN codes, or numbers near the ends of f32: rare enough to be slow.
