@@ -53,7 +53,7 @@ pub fn compress(
             p.dtype()
         )));
     }
-    if dim == 0 || ratio == 0 || group_src.len() % ratio != 0 {
+    if dim == 0 || ratio == 0 || !group_src.len().is_multiple_of(ratio) {
         return Err(shape(format!(
             "{} sources in groups of {ratio}, D {dim}",
             group_src.len()

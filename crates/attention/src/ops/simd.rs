@@ -222,9 +222,9 @@ impl Simd {
     }
 }
 
-/// Defines `$name::<W>(simd, args…)` for `W` of 8 and 16: `$body::<V, R, W>(args…)` compiled for the
-/// instruction set, `V` being its [`Vectors`] and `R` the number of rows whose accumulators fit its
-/// registers.
+/// Defines `$name(simd, args…)`: `$body::<V, R, W>(args…)` compiled for the instruction set, `V` being
+/// its [`Vectors`] and `R` the number of rows whose accumulators fit its registers. The body must not
+/// hand closures to functions that are not inlined: those would be compiled without it.
 macro_rules! dispatch {
     ($(#[$doc:meta])* fn $name:ident<$w:literal>($($arg:ident: $ty:ty),* $(,)?) = $body:ident) => {
         $(#[$doc])*

@@ -193,12 +193,7 @@ impl CustomOp2 for SparseAttn<'_> {
 }
 
 /// The valid rows of query `t`, in order.
-fn valid_rows<'a>(
-    scopes: &[KvRows<'a>],
-    t: usize,
-    dim: usize,
-    rows: &mut Vec<PoolRow<'a>>,
-) {
+fn valid_rows<'a>(scopes: &[KvRows<'a>], t: usize, dim: usize, rows: &mut Vec<PoolRow<'a>>) {
     rows.clear();
     for scope in scopes {
         let idxs = &scope.idxs[t * scope.width..][..scope.width];

@@ -120,7 +120,7 @@ pub(crate) fn packed_len<const W: usize>(heads: usize, dim: usize) -> usize {
 #[inline(always)]
 pub(crate) fn pack_heads<const W: usize>(heads: &[bf16], dim: usize, out: &mut [f32]) {
     let rows = dim.next_multiple_of(COLS);
-    if dim % COLS != 0 || heads.len() / dim % W != 0 {
+    if !dim.is_multiple_of(COLS) || !(heads.len() / dim).is_multiple_of(W) {
         out.fill(0.0);
     }
     for (panel, heads) in out.chunks_exact_mut(rows * W).zip(heads.chunks(W * dim)) {

@@ -8,8 +8,8 @@ const OP: &str = "write_rows";
 
 /// `pool[slots[i]] = rows[i]` for every `i` with a slot; -1 skips the row.
 ///
-/// `pool: [slots, D]`, `rows: [n, D]` of the same dtype (bf16, f32, or U8 for packed rows), `slots: [n]` i32. Of rows with
-/// the same slot the last one stays. The pool must own its storage: a view of other tensors' data
+/// `pool: [slots, D]`, `rows: [n, D]` of the same dtype (bf16, f32, or U8 for packed rows),
+/// `slots: [n]` i32. Of rows with the same slot the last one stays. The pool must own its storage: a view of other tensors' data
 /// changes with it.
 ///
 /// # Errors

@@ -18,7 +18,7 @@ const ROWS: usize = 32;
 /// Rows in flight in any instruction set's kernel.
 const MAX_ROWS: usize = 8;
 
-const _: () = assert!(ROWS <= TILE && ROWS % MAX_ROWS == 0);
+const _: () = assert!(ROWS <= TILE && ROWS.is_multiple_of(MAX_ROWS));
 
 /// Positions a thread takes at least when one query is spread over threads: each part may keep up to
 /// `k` entries that have to be merged.
