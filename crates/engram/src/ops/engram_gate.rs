@@ -222,13 +222,8 @@ pub fn gate_with(
     }
 }
 
-dispatch! {
-    fn gate_token(stream: &[bf16], kv: &[bf16], weight: &[f32], params: GateParams, out: &mut [bf16])
-        = gate_token_body
-}
-
-#[inline(always)]
-fn gate_token_body(
+fn gate_token(
+    isa: Isa,
     stream: &[bf16],
     kv: &[bf16],
     weight: &[f32],
@@ -240,49 +235,62 @@ fn gate_token_body(
     for c in 0..copies {
         let span = c * dim..(c + 1) * dim;
         let h = &stream[span.clone()];
-        let (hh, kk, hwk) = sums(h, &keys[span.clone()], &weight[span.clone()]);
-        let gate = gate(hh, kk, hwk, dim, eps);
-        for ((out, &h), &v) in out[span].iter_mut().zip(h).zip(value) {
-            *out = cpu::round_bf16(cpu::widen(h) + gate * cpu::widen(v));
-        }
+        let sums = lane_sums(isa, h, &keys[span.clone()], &weight[span.clone()]);
+        let [hh, kk, hwk] = sums.map(|lanes| sum_lanes(&lanes));
+        add_gated(isa, h, gate(hh, kk, hwk, dim, eps), value, &mut out[span]);
     }
 }
 
-/// `(sum h^2, sum key^2, sum h * w * key)`, element `i` on lane `i % 8`.
+dispatch! {
+    /// Lanes of `[sum h^2, sum key^2, sum h * w * key]`, element `i` on lane `i % 8`.
+    ///
+    /// Adding the lanes up is left to the caller: in one function with the loop, the compiler takes
+    /// the accumulators apart to suit the order of that last sum, eight times slower.
+    fn lane_sums(h: &[bf16], key: &[bf16], weight: &[f32]) -> [[f32; LANES]; 3] = lane_sums_body
+}
+
 #[inline(always)]
-fn sums(h: &[bf16], key: &[bf16], weight: &[f32]) -> (f32, f32, f32) {
-    let mut sums = Sums::default();
+fn lane_sums_body(h: &[bf16], key: &[bf16], weight: &[f32]) -> [[f32; LANES]; 3] {
     let (h8, h_rest) = h.as_chunks::<LANES>();
     let (key8, key_rest) = key.as_chunks::<LANES>();
     let (weight8, weight_rest) = weight.as_chunks::<LANES>();
+    let mut sums = [[0f32; LANES]; 3];
     for ((h, key), weight) in h8.iter().zip(key8).zip(weight8) {
-        for l in 0..LANES {
-            sums.add(l, h[l], key[l], weight[l]);
-        }
+        add_block(&mut sums, h, key, weight);
     }
-    for l in 0..h_rest.len() {
-        sums.add(l, h_rest[l], key_rest[l], weight_rest[l]);
-    }
-    (
-        sum_lanes(&sums.hh),
-        sum_lanes(&sums.kk),
-        sum_lanes(&sums.hwk),
-    )
+    // The rest padded with zeros, which leave every lane as it is.
+    let (mut h, mut key, mut weight) = ([bf16::ZERO; LANES], [bf16::ZERO; LANES], [0f32; LANES]);
+    h[..h_rest.len()].copy_from_slice(h_rest);
+    key[..key_rest.len()].copy_from_slice(key_rest);
+    weight[..weight_rest.len()].copy_from_slice(weight_rest);
+    add_block(&mut sums, &h, &key, &weight);
+    sums
 }
 
-#[derive(Default)]
-struct Sums {
-    hh: [f32; LANES],
-    kk: [f32; LANES],
-    hwk: [f32; LANES],
+#[inline(always)]
+fn add_block(
+    sums: &mut [[f32; LANES]; 3],
+    h: &[bf16; LANES],
+    key: &[bf16; LANES],
+    weight: &[f32; LANES],
+) {
+    let [hh, kk, hwk] = sums;
+    for l in 0..LANES {
+        let (h, key) = (cpu::widen(h[l]), cpu::widen(key[l]));
+        hh[l] += h * h;
+        kk[l] += key * key;
+        hwk[l] += h * weight[l] * key;
+    }
 }
 
-impl Sums {
-    #[inline(always)]
-    fn add(&mut self, lane: usize, h: bf16, key: bf16, weight: f32) {
-        let (h, key) = (cpu::widen(h), cpu::widen(key));
-        self.hh[lane] += h * h;
-        self.kk[lane] += key * key;
-        self.hwk[lane] += h * weight * key;
+dispatch! {
+    /// `out = bf16(h + gate * value)`.
+    fn add_gated(h: &[bf16], gate: f32, value: &[bf16], out: &mut [bf16]) = add_gated_body
+}
+
+#[inline(always)]
+fn add_gated_body(h: &[bf16], gate: f32, value: &[bf16], out: &mut [bf16]) {
+    for ((out, &h), &v) in out.iter_mut().zip(h).zip(value) {
+        *out = cpu::round_bf16(cpu::widen(h) + gate * cpu::widen(v));
     }
 }
