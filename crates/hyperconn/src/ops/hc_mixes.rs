@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! x     = the token's C copies, flattened to C*dim values, widened to f32
-//! raw   = x · fnᵀ                                  [(2+C)C]
+//! raw   = x · fnᵀ                                  [(2+C)C], f64
 //! mixes = raw * rsqrt(mean(x²) + norm_eps)         one statistic for all copies, after the product
 //! out   = split_sinkhorn(mixes)
 //! ```
@@ -10,11 +10,12 @@
 use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Tensor};
 use deepseek_v41_core::{
     Error, Result,
-    cpu::{self, WeightRows},
+    cpu::{self, Isa},
 };
 use half::bf16;
 use rayon::prelude::*;
 
+use super::project::{ROWS, project, rstd};
 use super::split_sinkhorn::{SinkhornParams, split_sinkhorn_ref, split_token};
 use super::stream_dims;
 use crate::{Mix, MixWeights};
@@ -85,7 +86,7 @@ pub fn hc_mixes_ref(
 
 /// Tokens whose stream is widened at once: enough to use a weight row several times, few enough
 /// that the widened rows (80 KB a token at release shapes) stay in cache.
-const TOKENS_AT_ONCE: usize = 4;
+const TOKENS_AT_ONCE: usize = 8;
 
 struct HcMixes<'a> {
     weights: &'a MixWeights,
@@ -94,74 +95,38 @@ struct HcMixes<'a> {
 }
 
 impl HcMixes<'_> {
-    /// `stream: [m, C*dim]` → `out: [m, (2+C)C]`.
-    fn tokens(&self, stream: &[bf16], out: &mut [f32]) {
+    /// `stream: [m, C*dim]` → `out: [m, (2+C)C]`, `m` up to [`TOKENS_AT_ONCE`]. `spread` shares the
+    /// weight rows among threads.
+    fn tokens(&self, isa: Isa, spread: bool, stream: &[bf16], out: &mut [f32]) {
+        let MixWeights { func, base, scale } = self.weights;
         let (cols, width) = (self.weights.cols(), self.weights.width());
         let m = out.len() / width;
         cpu::with_scratch(stream.len() + out.len(), |scratch| {
             let (xs, mixes) = scratch.split_at_mut(stream.len());
             cpu::widen_slice(stream, xs);
-            let mut rstd = [0f64; TOKENS_AT_ONCE];
-            for (rstd, x) in rstd.iter_mut().zip(xs.chunks_exact(cols)) {
-                let mut lanes = [0f64; LANES];
-                accumulate(x, x, &mut lanes);
-                let mean = sum_lanes(&lanes) / cols as f64;
-                *rstd = 1.0 / (mean + f64::from(self.norm_eps)).sqrt();
-            }
-            for row in 0..width {
-                self.project(row, xs, &rstd[..m], mixes);
-            }
-            let rows = mixes.chunks_exact(width).zip(out.chunks_exact_mut(width));
-            for (mixes, out) in rows {
-                split_token(mixes, &self.weights.scale, &self.weights.base, self.p, out);
+            let sums = |group: usize| {
+                let mut sums = [[0f64; ROWS]; TOKENS_AT_ONCE];
+                project(isa, func, group * ROWS, xs, &mut sums[..m]);
+                sums
+            };
+            let groups = 0..width.div_ceil(ROWS);
+            let sums: Vec<_> = if spread {
+                groups.into_par_iter().map(sums).collect()
+            } else {
+                groups.map(sums).collect()
+            };
+            let rows = mixes
+                .chunks_exact_mut(width)
+                .zip(out.chunks_exact_mut(width));
+            for (t, (mixes, out)) in rows.enumerate() {
+                let rstd = rstd(isa, &xs[t * cols..(t + 1) * cols], self.norm_eps);
+                for (i, mix) in mixes.iter_mut().enumerate() {
+                    *mix = (sums[i / ROWS][t][i % ROWS] * rstd) as f32;
+                }
+                split_token(mixes, scale, base, self.p, out);
             }
         });
     }
-
-    /// One mix of every token: `xs: [m, C*dim]`, `rstd: [m]` → column `row` of `mixes: [m, (2+C)C]`.
-    ///
-    /// In f64, where products of f32 values are exact: the coefficients scale whole rows of the
-    /// stream before those are rounded to bf16, so their last bits show in everything after.
-    fn project(&self, row: usize, xs: &[f32], rstd: &[f64], mixes: &mut [f32]) {
-        let (cols, width) = (self.weights.cols(), self.weights.width());
-        let mut lanes = [[0f64; LANES]; TOKENS_AT_ONCE];
-        let mut weights = [0f32; STRETCH];
-        for k0 in (0..cols).step_by(STRETCH) {
-            let weights = &mut weights[..STRETCH.min(cols - k0)];
-            self.weights.func.decode(row, k0, weights);
-            for (x, lanes) in xs.chunks_exact(cols).zip(&mut lanes) {
-                accumulate(&x[k0..k0 + weights.len()], weights, lanes);
-            }
-        }
-        for (t, (lanes, rstd)) in lanes.iter().zip(rstd).enumerate() {
-            mixes[t * width + row] = (sum_lanes(lanes) * rstd) as f32;
-        }
-    }
-}
-
-/// Partial sums of a product: element `k` goes to lane `k % LANES`, in ascending order.
-const LANES: usize = 8;
-
-/// Columns of a weight row widened at a time: a multiple of [`LANES`] that stays in the first cache.
-const STRETCH: usize = 1024;
-
-/// Adds `a[k] * b[k]` to the lanes. Products of two f32 are exact in f64, so a fused multiply-add
-/// would give the same bits.
-#[inline(always)]
-fn accumulate(a: &[f32], b: &[f32], lanes: &mut [f64; LANES]) {
-    let (mut a8, mut b8) = (a.chunks_exact(LANES), b.chunks_exact(LANES));
-    for (a, b) in a8.by_ref().zip(b8.by_ref()) {
-        for l in 0..LANES {
-            lanes[l] += f64::from(a[l]) * f64::from(b[l]);
-        }
-    }
-    for (l, (a, b)) in a8.remainder().iter().zip(b8.remainder()).enumerate() {
-        lanes[l] += f64::from(*a) * f64::from(*b);
-    }
-}
-
-fn sum_lanes(l: &[f64; LANES]) -> f64 {
-    ((l[0] + l[4]) + (l[2] + l[6])) + ((l[1] + l[5]) + (l[3] + l[7]))
 }
 
 impl CustomOp1 for HcMixes<'_> {
@@ -175,13 +140,15 @@ impl CustomOp1 for HcMixes<'_> {
         let t = stream.len() / cols;
         let mut out = vec![0f32; t * width];
         let (xs, outs) = (TOKENS_AT_ONCE * cols, TOKENS_AT_ONCE * width);
-        if t > TOKENS_AT_ONCE && cpu::should_parallelise(2 * t * width * cols) {
+        let isa = Isa::detect();
+        let spread = cpu::should_parallelise(2 * t * width * cols);
+        if spread && t > TOKENS_AT_ONCE {
             out.par_chunks_mut(outs)
                 .zip(stream.par_chunks(xs))
-                .for_each(|(out, stream)| self.tokens(stream, out));
-        } else {
+                .for_each(|(out, stream)| self.tokens(isa, false, stream, out));
+        } else if t > 0 {
             for (out, stream) in out.chunks_mut(outs).zip(stream.chunks(xs)) {
-                self.tokens(stream, out);
+                self.tokens(isa, spread, stream, out);
             }
         }
         Ok((CpuStorage::F32(out), (t, width).into()))

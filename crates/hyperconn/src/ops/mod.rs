@@ -6,6 +6,7 @@ mod hc_mean;
 mod hc_mixes;
 mod hc_post;
 mod hc_pre;
+mod project;
 mod rows;
 mod split_sinkhorn;
 

@@ -1,6 +1,6 @@
 //! From raw mixes to coefficients: two sigmoids and a doubly stochastic matrix.
 //!
-//! With `C` copies a token has `(2+C)C` mixes `m`, ordered pre | post | comb, all f32:
+//! With `C` copies a token has `(2+C)C` mixes `m`, ordered pre | post | comb:
 //!
 //! ```text
 //! pre[i]     = sigmoid(m[i] * scale[0] + base[i]) + eps
@@ -10,7 +10,7 @@
 //!
 //! then Sinkhorn: columns of `comb` are divided by their sum + eps, and `iters - 1` times rows, then
 //! columns again. It ends on columns, so columns are the sums that are 1 (up to eps); the rows of a
-//! matrix that has not converged may still be off.
+//! matrix that has not converged may still be off. Input and output are f32, everything between f64.
 //!
 //! # Degenerate logits
 //! * Finite values of any size: `exp` of a difference underflows to 0, the `+ eps` keeps every
@@ -110,7 +110,10 @@ pub fn split_sinkhorn_ref(
             }
         }
     }
-    out[2 * c..].iter_mut().zip(&comb).for_each(|(o, v)| *o = *v as f32);
+    out[2 * c..]
+        .iter_mut()
+        .zip(&comb)
+        .for_each(|(o, v)| *o = *v as f32);
 }
 
 /// `pre` and `post` into `out`, and into `comb` the softmax over each row plus eps.
@@ -123,9 +126,8 @@ fn gates_and_softmax(
     comb: &mut [f64],
 ) {
     let c = p.hc_mult;
-    let logit = |i: usize, group: usize| {
-        f64::from(mixes[i]) * f64::from(scale[group]) + f64::from(base[i])
-    };
+    let logit =
+        |i: usize, group: usize| f64::from(mixes[i]) * f64::from(scale[group]) + f64::from(base[i]);
     for i in 0..c {
         out[i] = (sigmoid(logit(i, 0)) + f64::from(p.eps)) as f32;
         out[c + i] = (2.0 * sigmoid(logit(c + i, 1))) as f32;
@@ -167,7 +169,10 @@ pub(super) fn split_token(
             *row = std::array::from_fn(|k| row[k] / sums[k]);
         }
     }
-    out[8..].iter_mut().zip(rows.as_flattened()).for_each(|(o, v)| *o = *v as f32);
+    out[8..]
+        .iter_mut()
+        .zip(rows.as_flattened())
+        .for_each(|(o, v)| *o = *v as f32);
 }
 
 /// Max-subtracted softmax in place.
