@@ -8,6 +8,10 @@ use deepseek_v41_model::{ImageSpan, Limits};
 use crate::{
     DeepSeekV41, Prompt, Session,
     sampling::{Sampled, Sampler, SamplingParams, TokenHistory},
+    speculative::{
+        DraftHead, DraftLength, PromptLookup, Proposal, ProposeContext, Proposer, SpeculationStats,
+        accept,
+    },
     stop::{StopStrings, Stopped},
     text_stream::TextStream,
     tokenizer::SpecialTokens,
@@ -29,6 +33,21 @@ pub struct GenerateOptions {
     /// Longest piece of a prompt that is run at a time, in tokens. It bounds memory and how often
     /// progress is reported, and never changes a result.
     pub prefill_chunk: usize,
+    /// Whether and how tokens are guessed ahead. Changes the speed and not the distribution; with
+    /// temperature 0 not a single token.
+    pub speculation: Speculation,
+}
+
+/// Where guesses come from.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub enum Speculation {
+    /// One token a pass.
+    #[default]
+    Off,
+    /// The checkpoint's draft head.
+    DraftHead(DraftLength),
+    /// Earlier parts of the text itself.
+    PromptLookup(PromptLookup),
 }
 
 impl Default for GenerateOptions {
@@ -40,6 +59,7 @@ impl Default for GenerateOptions {
             stop_ids: Vec::new(),
             ignore_eos: false,
             prefill_chunk: 512,
+            speculation: Speculation::Off,
         }
     }
 }
@@ -102,6 +122,8 @@ pub struct Generation<'s, 'm> {
     events: VecDeque<Event>,
     finished: bool,
     on_prefill: Option<Box<dyn FnMut(usize, usize) + Send + 's>>,
+    proposer: Option<Box<dyn Proposer + 'm>>,
+    stats: SpeculationStats,
 }
 
 enum Held<'s, 'm> {
@@ -186,6 +208,21 @@ impl<'s, 'm> Generation<'s, 'm> {
             return Err(Error::value("prompt", "has no tokens, so there is nothing to continue"));
         }
         let usage = Usage { prompt_tokens: run.len(), completion_tokens: 0 };
+        let proposer: Option<Box<dyn Proposer + 'm>> = match &options.speculation {
+            Speculation::Off => None,
+            Speculation::PromptLookup(lookup) => Some(Box::new(*lookup)),
+            Speculation::DraftHead(length) => {
+                if !before.is_empty() && !held.can_draft()? {
+                    return Err(Error::Unsupported {
+                        what: "drafting after tokens that were run without the draft head: use it \
+                               from the session's start"
+                            .into(),
+                    });
+                }
+                let head = model.draft_head()?;
+                Some(Box::new(DraftHead::new(head, length.clone(), &options.sampling)?))
+            }
+        };
         Ok(Self {
             session,
             sampler,
@@ -200,6 +237,8 @@ impl<'s, 'm> Generation<'s, 'm> {
             events: VecDeque::new(),
             finished: false,
             on_prefill: None,
+            proposer,
+            stats: SpeculationStats::default(),
         })
     }
 
@@ -229,46 +268,211 @@ impl<'s, 'm> Generation<'s, 'm> {
         })
     }
 
+    /// Guesses by `proposer` instead of those of the options.
+    ///
+    /// The proposer sees only tokens from here on, so set it before the first event.
+    #[must_use]
+    pub fn with_proposer(mut self, proposer: impl Proposer + 'm) -> Self {
+        self.proposer = Some(Box::new(proposer));
+        self
+    }
+
+    /// How well guesses did so far.
+    pub fn speculation(&self) -> &SpeculationStats {
+        &self.stats
+    }
+
     fn step(&mut self) -> Result<()> {
         if self.options.max_tokens == 0 {
             self.end(FinishReason::MaxTokens);
             return Ok(());
         }
-        let logits = self.advance()?;
-        let history = TokenHistory { prompt: &self.prompt_ids, generated: &self.generated };
-        let sampled = self.sampler.sample(&logits, history)?;
-        self.take(sampled)
-    }
-
-    /// Runs what has not been run: the prompt at first, then the last token.
-    fn advance(&mut self) -> Result<Vec<f32>> {
-        let session = self.session.get();
-        let chunk = self.options.prefill_chunk;
         match self.prompt.take() {
             Some((ids, images)) => {
-                let total = ids.len();
-                let report = &mut self.on_prefill;
-                // From here on the caches hold them, or the sequence is broken.
-                session.pending.clear();
-                session.run(&ids, &images, chunk, |done| {
-                    if let Some(report) = report {
-                        report(done, total);
-                    }
-                })
+                let logits = self.run_prompt(&ids, &images)?;
+                let sampled = self.sample(&logits)?;
+                self.take(sampled)
             }
-            None => {
-                let pending = std::mem::take(&mut session.pending);
-                session.run(&pending, &[], chunk, |_| ())
+            None => self.round(),
+        }
+    }
+
+    fn sample(&mut self, logits: &[f32]) -> Result<Sampled> {
+        let history = TokenHistory { prompt: &self.prompt_ids, generated: &self.generated };
+        self.sampler.sample(logits, history)
+    }
+
+    fn run_prompt(&mut self, ids: &[u32], images: &[ImageSpan]) -> Result<Vec<f32>> {
+        let (session, chunk) = (self.session.get(), self.options.prefill_chunk);
+        let total = ids.len();
+        let report = &mut self.on_prefill;
+        let (proposer, sampler) = (&mut self.proposer, &mut self.sampler);
+        let want_hidden = proposer.as_ref().is_some_and(|p| p.needs_hidden());
+        if let (true, Some(proposer), Some(unseen)) =
+            (want_hidden, proposer.as_mut(), session.unseen.take())
+        {
+            proposer.propose(ProposeContext {
+                seq: session.seq,
+                state: &mut session.state,
+                text: ids,
+                next: None,
+                hidden: Some(&unseen),
+                sampler: &mut *sampler,
+                max: 0,
+            })?;
+        }
+        // From here on the caches hold them, or the sequence is broken.
+        session.pending.clear();
+        session.run(ids, images, chunk, want_hidden, |session, done, out| {
+            if let Some(proposer) = proposer {
+                let ctx = ProposeContext {
+                    seq: session.seq,
+                    state: &mut session.state,
+                    text: &ids[..done],
+                    next: None,
+                    hidden: out.target_hidden.as_ref(),
+                    sampler: &mut *sampler,
+                    max: 0,
+                };
+                proposer.propose(ctx)?;
+            }
+            if let Some(report) = report {
+                report(done, total);
+            }
+            Ok(())
+        })
+    }
+
+    /// One pass: the last token, and guesses after it.
+    fn round(&mut self) -> Result<()> {
+        let proposal = self.propose()?;
+        let session = self.session.get();
+        let start = session.state.len(session.seq)?;
+        let mut ids = std::mem::take(&mut session.pending);
+        let run = ids.len();
+        ids.extend(&proposal.tokens);
+        let want_hidden = self.proposer.as_ref().is_some_and(|p| p.needs_hidden());
+        let out = session.verify(ids, want_hidden)?;
+        let rows = out.logits.narrow(0, run - 1, proposal.tokens.len() + 1)?.to_vec2::<f32>()?;
+        let kept = match self.sampler.params().temperature == 0.0 {
+            true => self.keep_greedy(&proposal.tokens, &rows)?,
+            false => self.keep_sampled(&proposal, &rows)?,
+        };
+        self.stats.record(proposal.tokens.len(), kept);
+        // The text is now its last run token, the drafts that stood, and perhaps one not run yet.
+        let end = start + run + kept;
+        let session = self.session.get();
+        if end < session.state.len(session.seq)? {
+            session.state.truncate(session.seq, end)?;
+        }
+        // Kept in the session, so that another generation can draft on.
+        session.unseen = out.target_hidden.map(|h| h.narrow(0, 0, run + kept)).transpose()?;
+        Ok(())
+    }
+
+    fn propose(&mut self) -> Result<Proposal> {
+        let Some(proposer) = &mut self.proposer else { return Ok(Proposal::default()) };
+        let session = self.session.get();
+        let len = session.len()?;
+        let limits = session.state.limits();
+        // A pass gives one token more than it is given, and what is guessed must fit the caches and
+        // be possible to take back.
+        let left = self.options.max_tokens.saturating_sub(self.generated.len() + 1);
+        let room = limits.max_len.saturating_sub(len);
+        let max = left.min(room).min(limits.max_rollback);
+        let text = session.token_ids()?;
+        let hidden = match proposer.needs_hidden() {
+            true => Some(session.take_unseen()?),
+            false => None,
+        };
+        let ctx = ProposeContext {
+            seq: session.seq,
+            state: &mut session.state,
+            text: &text,
+            next: text.last().copied(),
+            hidden: hidden.as_ref(),
+            sampler: &mut self.sampler,
+            max,
+        };
+        let mut proposal = proposer.propose(ctx)?;
+        proposal.tokens.truncate(max);
+        Ok(proposal)
+    }
+
+    /// Takes the target's own tokens as long as they are the drafts. Returns how many drafts are part
+    /// of the text.
+    fn keep_greedy(&mut self, drafts: &[u32], rows: &[Vec<f32>]) -> Result<usize> {
+        for (j, row) in rows.iter().enumerate() {
+            let sampled = self.sample(row)?;
+            let stands = drafts.get(j) == Some(&sampled.token);
+            self.take_verified(sampled, stands)?;
+            if !stands {
+                return Ok(j);
+            }
+            if self.finished {
+                return Ok(j + 1);
             }
         }
+        Ok(drafts.len())
+    }
+
+    /// As [`Generation::keep_greedy`], for tokens that are drawn.
+    fn keep_sampled(&mut self, proposal: &Proposal, rows: &[Vec<f32>]) -> Result<usize> {
+        let drafts = &proposal.tokens;
+        if drafts.is_empty() {
+            let sampled = self.sample(&rows[0])?;
+            self.take(sampled)?;
+            return Ok(0);
+        }
+        let uniforms: Vec<f64> = drafts.iter().map(|_| self.sampler.uniform()).collect();
+        let mut uniforms = uniforms.into_iter();
+        let mut generated = self.generated.clone();
+        let (sampler, prompt) = (&mut self.sampler, &self.prompt_ids);
+        let vocab = rows[0].len();
+        let one_hot: Vec<Vec<f32>> = match proposal.probs.is_empty() {
+            true => drafts.iter().map(|d| one_hot(vocab, *d)).collect(),
+            false => Vec::new(),
+        };
+        let accepted = accept(
+            drafts,
+            |j| Ok(proposal.probs.get(j).or(one_hot.get(j)).map_or(&[][..], Vec::as_slice)),
+            |j| {
+                if let Some(j) = j.checked_sub(1) {
+                    generated.push(drafts[j]);
+                }
+                sampler.probs(&rows[j], TokenHistory { prompt, generated: &generated })
+            },
+            || uniforms.next().unwrap_or(0.0),
+        )?;
+        for (j, &draft) in drafts[..accepted.kept].iter().enumerate() {
+            let sampled = self.sampler.report(&rows[j], draft);
+            self.take_verified(sampled, true)?;
+            if self.finished {
+                return Ok(j + 1);
+            }
+        }
+        let token = self.sampler.draw(&accepted.next)?;
+        let sampled = self.sampler.report(&rows[accepted.kept], token);
+        self.take(sampled)?;
+        Ok(accepted.kept)
+    }
+
+    /// [`Generation::take`] for a token that may already have been run.
+    fn take_verified(&mut self, sampled: Sampled, was_run: bool) -> Result<()> {
+        self.take(sampled)?;
+        if was_run {
+            self.session.get().pending.clear();
+        }
+        Ok(())
     }
 
     fn take(&mut self, sampled: Sampled) -> Result<()> {
         let id = sampled.token;
         let session = self.session.get();
         session.pending.push(id);
-        let full = session.len()? >= session.state.limits().max_len;
         self.generated.push(id);
+        let len = self.prompt_ids.len() + self.generated.len();
+        let full = len >= session.state.limits().max_len;
         self.usage.completion_tokens += 1;
         self.events.push_back(Event::Token(sampled));
         let is_stop = id == self.eos && !self.options.ignore_eos;
@@ -330,4 +534,12 @@ impl Iterator for Generation<'_, '_> {
         }
         self.events.pop_front().map(Ok)
     }
+}
+
+fn one_hot(vocab: usize, token: u32) -> Vec<f32> {
+    let mut row = vec![0.0; vocab];
+    if let Some(p) = row.get_mut(token as usize) {
+        *p = 1.0;
+    }
+    row
 }

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use candle_core::Device;
 use deepseek_v41_core::{Error, LoadPolicy, Result, Weights};
-use deepseek_v41_model::{Config, IndexKeys, Transformer, refuse_unexpected};
+use deepseek_v41_model::{Config, DSpark, IndexKeys, Transformer, refuse_unexpected};
 use serde::Deserialize;
 
 use crate::{token_map::token_map, tokenizer::Tokenizer};
@@ -16,6 +16,7 @@ use crate::{token_map::token_map, tokenizer::Tokenizer};
 #[derive(Debug)]
 pub struct DeepSeekV41 {
     transformer: Transformer,
+    draft_head: Option<DSpark>,
     tokenizer: Tokenizer,
     special: SpecialIds,
 }
@@ -137,13 +138,29 @@ impl DeepSeekV41 {
             .map(|e| token_map(&tokenizer, e.compressed_vocab_size, e.pad_id))
             .transpose()?;
         let transformer = Transformer::new(&cfg, map, weights.var_builder(&options.device))?;
+        // A checkpoint may come without its draft layers; one with some of them is incomplete.
+        let drafts = cfg.dspark_block_size > 0 && weights.iter().any(|t| t.name.starts_with("mtp."));
+        let draft_head = match drafts {
+            true => Some(DSpark::new(&transformer, weights.var_builder(&options.device))?),
+            false => None,
+        };
         refuse_unexpected(weights)?;
-        Ok(Self { transformer, tokenizer, special })
+        Ok(Self { transformer, draft_head, tokenizer, special })
     }
 
     /// The backbone.
     pub fn transformer(&self) -> &Transformer {
         &self.transformer
+    }
+
+    /// The draft head.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] when the checkpoint has none.
+    pub fn draft_head(&self) -> Result<&DSpark> {
+        self.draft_head.as_ref().ok_or_else(|| Error::Unsupported {
+            what: "drafting with a checkpoint that has no draft head".into(),
+        })
     }
 
     /// The configuration.

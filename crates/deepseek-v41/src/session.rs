@@ -1,7 +1,8 @@
 //! A text that goes on: one sequence with its caches.
 
+use candle_core::{DType, Tensor};
 use deepseek_v41_core::{Error, Result};
-use deepseek_v41_model::{Chunk, ForwardBatch, ImageSpan, Limits, LogitRows, ModelState, SequenceId};
+use deepseek_v41_model::{Chunk, ForwardBatch, ForwardOutput, ImageSpan, Limits, LogitRows, ModelState, SequenceId};
 
 use crate::{DeepSeekV41, GenerateOptions, Generation, Prompt};
 
@@ -15,6 +16,8 @@ pub struct Session<'m> {
     /// Tokens that belong to the text and have not been run: a sampled token is run only when
     /// something follows it.
     pub(crate) pending: Vec<u32>,
+    /// `[n, ..]` hidden states of the last `n` tokens run, which the draft head has not seen.
+    pub(crate) unseen: Option<Tensor>,
 }
 
 impl<'m> Session<'m> {
@@ -25,7 +28,7 @@ impl<'m> Session<'m> {
     pub(crate) fn new(model: &'m DeepSeekV41, limits: Limits) -> Result<Self> {
         let mut state = ModelState::new(model.config(), limits, model.transformer().device())?;
         let seq = state.create()?;
-        Ok(Self { model, state, seq, pending: Vec::new() })
+        Ok(Self { model, state, seq, pending: Vec::new(), unseen: None })
     }
 
     /// The model it belongs to.
@@ -93,9 +96,13 @@ impl<'m> Session<'m> {
         }
         match self.state.truncate(self.seq, len) {
             Err(Error::Capacity { .. }) => {}
-            other => {
+            Err(err) => return Err(err),
+            Ok(()) => {
                 self.pending.clear();
-                return other;
+                let seen = self.state.drafted(self.seq)?;
+                let unseen = self.unseen.take().filter(|h| h.dims()[0] + len > run && seen < len);
+                self.unseen = unseen.map(|h| h.narrow(0, 0, len - seen)).transpose()?;
+                return Ok(());
             }
         }
         if self.state.has_images(self.seq, len)? {
@@ -106,18 +113,48 @@ impl<'m> Session<'m> {
         let ids = self.state.token_ids(self.seq)?[..len].to_vec();
         self.state.release(self.seq)?;
         self.seq = self.state.create()?;
+        self.unseen = None;
         self.pending = ids;
         Ok(())
     }
 
+    /// Whether the draft head has seen, or can still be shown, every token that was run.
+    pub(crate) fn can_draft(&self) -> Result<bool> {
+        let unseen = self.unseen.as_ref().map_or(0, |h| h.dims()[0]);
+        Ok(self.state.drafted(self.seq)? + unseen == self.state.len(self.seq)?)
+    }
+
+    /// The hidden states the draft head has not seen, possibly none.
+    pub(crate) fn take_unseen(&mut self) -> Result<Tensor> {
+        if let Some(unseen) = self.unseen.take() {
+            return Ok(unseen);
+        }
+        let cfg = self.model.config();
+        let width = cfg.dspark_target_layer_ids.len() * cfg.dim;
+        let device = self.model.transformer().device();
+        Ok(Tensor::zeros((0, width), DType::BF16, device)?)
+    }
+
+    /// Runs the last token of the text and guesses after it in one pass.
+    pub(crate) fn verify(&mut self, ids: Vec<u32>, want_hidden: bool) -> Result<ForwardOutput> {
+        let batch = ForwardBatch {
+            chunks: vec![Chunk::text(self.seq, ids)],
+            logits: LogitRows::All,
+            target_hidden: want_hidden,
+        };
+        self.model.transformer().forward(&batch, &mut self.state)
+    }
+
     /// Runs tokens in chunks of at most `chunk`, pictures uncut; returns the logits after the last
-    /// one. `progress` is told how many tokens have been run.
+    /// one. `after` is called after every chunk with the number of tokens run so far and what the
+    /// pass gave (`hidden` only if `want_hidden`).
     pub(crate) fn run(
         &mut self,
         ids: &[u32],
         images: &[ImageSpan],
         chunk: usize,
-        mut progress: impl FnMut(usize),
+        want_hidden: bool,
+        mut after: impl FnMut(&mut Self, usize, &ForwardOutput) -> Result<()>,
     ) -> Result<Vec<f32>> {
         let mut at = 0;
         loop {
@@ -132,11 +169,11 @@ impl<'m> Session<'m> {
                     images: spans.collect(),
                 }],
                 logits: if last { LogitRows::Last } else { LogitRows::None },
-                target_hidden: false,
+                target_hidden: want_hidden,
             };
             let out = self.model.transformer().forward(&batch, &mut self.state)?;
             at = end;
-            progress(at);
+            after(self, at, &out)?;
             if last {
                 let rows = out.logits.to_vec2::<f32>()?;
                 return rows.into_iter().next().ok_or_else(|| {

@@ -188,6 +188,14 @@ impl ModelState {
         self.slots.iter().all(|s| s.sequence.is_none())
     }
 
+    /// Tokens of the sequence that the draft head has seen.
+    ///
+    /// # Errors
+    /// As [`ModelState::release`].
+    pub fn drafted(&self, id: SequenceId) -> Result<usize> {
+        Ok(self.sequence(id)?.drafted)
+    }
+
     /// The sequence's token ids.
     ///
     /// # Errors

@@ -165,7 +165,8 @@ impl Sampler {
         check(&self.edited)
     }
 
-    fn report(&self, logits: &[f32], token: u32) -> Sampled {
+    /// `token` with the log-probabilities asked for under `logits: [vocab]`.
+    pub fn report(&self, logits: &[f32], token: u32) -> Sampled {
         if !self.params.logprobs {
             return Sampled {
                 token,
