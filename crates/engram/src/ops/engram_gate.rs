@@ -245,7 +245,7 @@ dispatch! {
     /// Lanes of `[sum h^2, sum key^2, sum h * w * key]`, element `i` on lane `i % 8`.
     ///
     /// Adding the lanes up is left to the caller: in one function with the loop, the compiler takes
-    /// the accumulators apart to suit the order of that last sum, eight times slower.
+    /// the accumulators apart to suit the order of that last sum, several times slower.
     fn lane_sums(h: &[bf16], key: &[bf16], weight: &[f32]) -> [[f32; LANES]; 3] = lane_sums_body
 }
 
