@@ -6,9 +6,10 @@ use candle_core::{DType, Device, Tensor};
 use deepseek_v41_quant::{
     ActScale, ScaleFormat, act_quant, act_quant_slice, act_quant_values, act_quant_with,
     dequant_fp8_slice, e2m1, e4m3, e8m0, fake_quant_fp4, fake_quant_fp4_slice, fake_quant_fp8,
-    fake_quant_fp8_slice, fp4_act_quant, fp4_act_quant_slice, ops::act_quant::act_quant_ref,
+    fake_quant_fp8_slice, fake_quant_fp8_with, fp4_act_quant, fp4_act_quant_slice,
+    ops::act_quant::act_quant_ref,
 };
-use deepseek_v41_testing::{assert_bits_eq, random_bf16};
+use deepseek_v41_testing::{assert_bits_eq, random_bf16, with_threads};
 use half::bf16;
 use proptest::prelude::*;
 
@@ -183,6 +184,30 @@ fn e4m3_scale_that_rounds_down_saturates() {
     let mut xs = vec![bf16::from_f32(6.0 * 1.0546875); 16];
     fake_quant_fp4_slice(&mut xs, 16, ScaleFormat::E4M3);
     assert!(xs.iter().all(|x| x.to_f32() == 6.0));
+}
+
+/// Long inputs go over threads in pieces; a group of 48 does not divide the usual piece.
+#[test]
+fn threads_do_not_show() {
+    let xs = random_bf16(600 * 96, 1.0, 9);
+    let long = tensor(&xs, 600);
+    let rows = |y: Tensor| -> Vec<bf16> { y.flatten_all().unwrap().to_vec1().unwrap() };
+    let alone = |f: &dyn Fn(&Tensor) -> Tensor| -> Vec<bf16> {
+        xs.chunks(96).flat_map(|x| rows(f(&tensor(x, 1)))).collect()
+    };
+    let fp8 = |x: &Tensor| fake_quant_fp8_with(x, 48, ActScale::E8M0).unwrap();
+    let fp4 = |x: &Tensor| fake_quant_fp4(x, 48, ScaleFormat::E4M3).unwrap();
+    for threads in [1, 4] {
+        assert_bits_eq(&with_threads(threads, || rows(fp8(&long))), &alone(&fp8));
+        assert_bits_eq(&with_threads(threads, || rows(fp4(&long))), &alone(&fp4));
+        let mut values = vec![0f32; xs.len()];
+        with_threads(threads, || act_quant_values(&xs, &mut values));
+        let mut one = vec![0f32; 96];
+        for (x, values) in xs.chunks(96).zip(values.chunks(96)) {
+            act_quant_values(x, &mut one);
+            assert_eq!(one, values);
+        }
+    }
 }
 
 /// NaN and infinity take their own group and nothing else.

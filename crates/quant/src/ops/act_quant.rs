@@ -14,7 +14,7 @@ use candle_core::{CpuStorage, CustomOp1, D, DType, Layout, Shape, Tensor};
 use deepseek_v41_core::{Result, cpu};
 use half::bf16;
 
-use super::{bf16_slice, check_groups, group_amax};
+use super::{bf16_slice, check_groups, for_pieces, group_amax, widest};
 use crate::formats::{e4m3, e8m0};
 
 /// Columns that share an activation scale wherever the model quantises to fp8.
@@ -180,6 +180,16 @@ pub fn act_quant_slice(xs: &[bf16], codes: &mut [u8], scales: &mut [u8]) {
 /// activations in. The scaling is exact, except that a group reaching above 2^127 can become infinite.
 pub fn act_quant_values(xs: &[bf16], values: &mut [f32]) {
     debug_assert_eq!(xs.len(), values.len());
+    for_pieces(
+        FP8_GROUP,
+        xs,
+        values,
+        |xs, values| widest!(values_body(xs: &[bf16], values: &mut [f32])),
+    );
+}
+
+#[inline(always)]
+fn values_body(xs: &[bf16], values: &mut [f32]) {
     for (xs, values) in xs.chunks(FP8_GROUP).zip(values.chunks_mut(FP8_GROUP)) {
         let scale = fp8_scale(group_amax(xs), ActScale::E8M0);
         for (value, x) in values.iter_mut().zip(xs) {

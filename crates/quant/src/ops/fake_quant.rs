@@ -15,9 +15,9 @@ use half::bf16;
 
 use super::{
     act_quant::{ActScale, FP8_GROUP, fp8_scale},
-    bf16_slice, check_groups,
+    bf16_slice, check_groups, for_pieces,
     fp4_act_quant::{ScaleFormat, fp4_scale},
-    group_amax,
+    group_amax, widest,
 };
 use crate::formats::{e2m1, e4m3};
 
@@ -69,41 +69,54 @@ impl CustomOp1 for FakeQuant {
     }
 
     fn cpu_fwd(&self, s: &CpuStorage, l: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-        let mut xs = bf16_slice(s, l, self.name())?.to_vec();
-        match *self {
-            Self::Fp8 { group, format } => {
-                xs.chunks_mut(group).for_each(|g| fp8_group(g, format));
+        let xs = bf16_slice(s, l, self.name())?;
+        let mut out = vec![bf16::ZERO; xs.len()];
+        let (Self::Fp8 { group, .. } | Self::Fp4 { group, .. }) = *self;
+        for_pieces(group, xs, &mut out, |xs, out| {
+            out.copy_from_slice(xs);
+            match *self {
+                Self::Fp8 { group, format } => fp8_slice(out, group, format),
+                Self::Fp4 { group, format } => fake_quant_fp4_slice(out, group, format),
             }
-            Self::Fp4 { group, format } => fake_quant_fp4_slice(&mut xs, group, format),
-        }
-        Ok((CpuStorage::BF16(xs), l.shape().clone()))
+        });
+        Ok((CpuStorage::BF16(out), l.shape().clone()))
     }
 }
 
 /// [`fake_quant_fp8`] in place: any number of rows end to end. A last group shorter than 32 is a
 /// group of its own.
 pub fn fake_quant_fp8_slice(xs: &mut [bf16]) {
-    xs.chunks_mut(FP8_GROUP)
-        .for_each(|g| fp8_group(g, ActScale::E8M0));
+    fp8_slice(xs, FP8_GROUP, ActScale::E8M0);
+}
+
+fn fp8_slice(xs: &mut [bf16], group: usize, format: ActScale) {
+    widest!(fp8_body(xs: &mut [bf16], group: usize, format: ActScale));
+}
+
+#[inline(always)]
+fn fp8_body(xs: &mut [bf16], group: usize, format: ActScale) {
+    for xs in xs.chunks_mut(group) {
+        let scale = fp8_scale(group_amax(xs), format);
+        for x in xs {
+            let v = (cpu::widen(*x) / scale).clamp(-e4m3::MAX, e4m3::MAX);
+            *x = cpu::round_bf16(e4m3::round_finite(v) * scale);
+        }
+    }
 }
 
 /// [`fake_quant_fp4`] in place: any number of rows end to end. A last group shorter than `group` is
 /// a group of its own.
 pub fn fake_quant_fp4_slice(xs: &mut [bf16], group: usize, format: ScaleFormat) {
+    widest!(fp4_body(xs: &mut [bf16], group: usize, format: ScaleFormat));
+}
+
+#[inline(always)]
+fn fp4_body(xs: &mut [bf16], group: usize, format: ScaleFormat) {
     for xs in xs.chunks_mut(group.max(1)) {
         let scale = fp4_scale(group_amax(xs), format);
         for x in xs {
             let v = (cpu::widen(*x) / scale).clamp(-e2m1::MAX, e2m1::MAX);
             *x = cpu::round_bf16(e2m1::round(v) * scale);
         }
-    }
-}
-
-#[inline(always)]
-fn fp8_group(xs: &mut [bf16], format: ActScale) {
-    let scale = fp8_scale(group_amax(xs), format);
-    for x in xs {
-        let v = (cpu::widen(*x) / scale).clamp(-e4m3::MAX, e4m3::MAX);
-        *x = cpu::round_bf16(e4m3::round_finite(v) * scale);
     }
 }

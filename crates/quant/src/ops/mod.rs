@@ -11,6 +11,49 @@ pub mod fp8_gemm;
 use candle_core::{CpuStorage, D, DType, Layout, Tensor};
 use deepseek_v41_core::{Error, Result, cpu};
 use half::bf16;
+use rayon::prelude::*;
+
+/// Calls `body(args)`, an `#[inline(always)]` function of plain Rust, compiled for the build's target
+/// or, where the processor has it, for AVX2. Loops over independent elements only get wider by that:
+/// nothing is reassociated or fused, and no bit changes.
+macro_rules! widest {
+    ($body:ident($($arg:ident: $ty:ty),* $(,)?)) => {{
+        #[cfg(target_arch = "x86_64")]
+        {
+            #[target_feature(enable = "avx2")]
+            fn avx2($($arg: $ty),*) {
+                $body($($arg),*)
+            }
+            if deepseek_v41_core::cpu::Isa::detect() != deepseek_v41_core::cpu::Isa::Portable {
+                // SAFETY: every other `Isa` of x86-64 includes AVX2.
+                return unsafe { avx2($($arg),*) };
+            }
+        }
+        $body($($arg),*)
+    }};
+}
+use widest;
+
+/// Elements that one thread takes at a time, about 20 µs.
+const PIECE: usize = 1 << 14;
+
+/// `f` over pieces of two equally long slices, over threads where that pays. Pieces consist of whole
+/// groups, so the split cannot change a bit.
+fn for_pieces<A: Sync, B: Send>(
+    group: usize,
+    a: &[A],
+    b: &mut [B],
+    f: impl Fn(&[A], &mut [B]) + Sync + Send,
+) {
+    if a.len() >= 2 * PIECE && cpu::should_parallelise(20 * a.len()) {
+        let piece = PIECE.div_ceil(group) * group;
+        a.par_chunks(piece)
+            .zip(b.par_chunks_mut(piece))
+            .for_each(|(a, b)| f(a, b));
+    } else {
+        f(a, b);
+    }
+}
 
 /// Elements of a bf16 tensor whose last dimension divides into groups; `[.., D]` → D.
 fn check_groups(op: &'static str, xs: &Tensor, group: usize) -> Result<usize> {
