@@ -7,7 +7,7 @@
 //          Candidate form: blocks [T, B] i32 ascending, -1 at the tail; column i stands for position
 //          blocks[i / block] * block + i % block, and ld covers B * block columns
 // Grid     (any, ceil(T / tq)), block 256: warps stride over tiles of 32 columns of 0..n. Dynamic shared memory
-//          tq * ceil(H/8) * (2048 + 32) bytes. tq > 1 shares each widened key among tq queries, which then must have one
+//          tq * ceil(H/8) * (2048 + 16) bytes. tq > 1 shares each widened key among tq queries, which then must have one
 //          base row; the candidate form takes tq = 1. D a multiple of 32, at most 128
 // Numerics the bf16 roundings are the reference's; q . key is an exact product summed in f32 in another order
 // Checked  tests_cuda/check.cu, crates/attention/tests
@@ -20,13 +20,20 @@ __device__ __forceinline__ uint16_t sortable(float v) {
     return (uint16_t)(b & 0x8000u ? ~b : b | 0x8000u);
 }
 
+// max(0, .) of two values, each rounded to bf16.
+__device__ __forceinline__ uint32_t relu_bf16x2(float lo, float hi) {
+    uint32_t d;
+    asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
+    return d;
+}
+
 template <int F>
 __device__ __forceinline__ void scores(const bf16* q, const bf16* w, const uint8_t* keys, const uint8_t* scales, const int2* spans, const int32_t* blocks,
                                        uint16_t* out, int T, int H, int D, int n, int64_t ld, int tq, int B, int block) {
     extern __shared__ __align__(16) uint8_t smem[];
     int nts = (H + 7) >> 3, t0 = blockIdx.y * tq, nq = min(tq, T - t0);
     uint2* frag = reinterpret_cast<uint2*>(smem);                            // [tq][nts][8][32]
-    float* weight = reinterpret_cast<float*>(frag + tq * nts * 8 * 32);      // [tq][nts*8]
+    uint32_t* weight = reinterpret_cast<uint32_t*>(frag + tq * nts * 8 * 32);  // [tq][nts*4], two heads a word
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, qd = lane & 3;
     for (int i = warp; i < nq * nts; i += 8) {
         int t = t0 + i / nts, h = (i % nts) * 8 + g;
@@ -36,10 +43,11 @@ __device__ __forceinline__ void scores(const bf16* q, const bf16* w, const uint8
 #define PUT(J) { uint2 b; frag_b<F, J>(x, b.x, b.y); f[J * 32] = b; }
         PUT(0) PUT(1) PUT(2) PUT(3) PUT(4) PUT(5) PUT(6) PUT(7)
 #undef PUT
-        // undo<F>() is a power of two: folded into the first rounding below.
-        if (lane < 8) {
-            int hh = (i % nts) * 8 + lane;
-            weight[i * 8 + lane] = hh < H ? __bfloat162float(w[(int64_t)t * H + hh]) : 0.0f;
+        // The widening's 2^-32 is undone in the weight: rounding does not see a power of two.
+        if (lane < 4) {
+            int hh = (i % nts) * 8 + 2 * lane;
+            float a = hh < H ? __bfloat162float(w[(int64_t)t * H + hh]) : 0.0f, b = hh + 1 < H ? __bfloat162float(w[(int64_t)t * H + hh + 1]) : 0.0f;
+            weight[i * 4 + lane] = pack_bf16(a * undo<F>(), b * undo<F>());
         }
     }
     __syncthreads();
@@ -91,12 +99,11 @@ __device__ __forceinline__ void scores(const bf16* q, const bf16* w, const uint8
                     mma_bf16(acc[0], a[0][j][0], a[0][j][1], a[0][j][2], a[0][j][3], b.x, b.y);
                     mma_bf16(acc[1], a[1][j][0], a[1][j][1], a[1][j][2], a[1][j][3], b.x, b.y);
                 }
-                float2 wt = *reinterpret_cast<const float2*>(weight + (t * nts + nt) * 8 + 2 * qd);
+                uint32_t wt = weight[(t * nts + nt) * 4 + qd];
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    float v0 = fmaxf(round_bf16(acc[i >> 1][(i & 1) * 2] * undo<F>()), 0.0f);
-                    float v1 = fmaxf(round_bf16(acc[i >> 1][(i & 1) * 2 + 1] * undo<F>()), 0.0f);
-                    sum[i] += round_bf16(v0 * wt.x) + round_bf16(v1 * wt.y);
+                    uint32_t v = mul_bf16x2(relu_bf16x2(acc[i >> 1][(i & 1) * 2], acc[i >> 1][(i & 1) * 2 + 1]), wt);
+                    sum[i] += bf16_lo(v) + bf16_hi(v);
                 }
             }
 #pragma unroll

@@ -40,17 +40,8 @@ __device__ __forceinline__ void produce(const Scopes& scopes, const uint32_t* li
                 asm volatile("st.shared.v4.u32 [%0], {%1,%1,%1,%1};" ::"r"(at + 4 * PANEL), "r"(0));
             }
         }
-        cp_async_commit();
-        if (i > 0) {
-            cp_async_wait<1>();
-            fence_async_shared();
-            mbar_arrive(full + 8 * (s ^ 1));
-        }
-    }
-    if (last > first) {
-        cp_async_wait<0>();
-        fence_async_shared();
-        mbar_arrive(full + 8 * ((last - first - 1) & 1));
+        if ((tile + 1) * TILE > n) __threadfence_block();  // the zeros above, before the arrival below
+        cp_async_arrive(full + 8 * s);
     }
 }
 
@@ -107,6 +98,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) sparse_attn_sm90(const bf16
             int i = tile - first, s = i & 1, live = n - tile * TILE;
             uint32_t at = kv0 + s * TILE_BYTES;
             mbar_wait(full + 8 * s, (i >> 1) & 1);
+            // The fence is here and not with the copying threads: there it would wait for copies still in flight.
+            fence_async_shared();
             float sc[32];
             wgmma_fence();
 #pragma unroll

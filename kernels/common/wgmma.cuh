@@ -24,23 +24,16 @@ __device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy
 
 // d = a * b (64x8x32 e4m3), a in registers: lane 4g + q of warp w holds rows 16w + g (a0, a2) and + 8 (a1, a3), bytes
 // 4q.. in a0, a1 and 16 + 4q.. in a2, a3; d0, d1: row g, tokens 2q, 2q+1; d2, d3: row g + 8.
-__device__ __forceinline__ void wgmma_n8_e4m3(float (&d)[4], const uint32_t (&a)[4], uint64_t b) {
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {%0,%1,%2,%3}, {%4,%5,%6,%7}, %8, 0, 1, 1;"
-        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-
-// d = a * b (64 x 8 x 32 and 64 x 16 x 32 e4m3), both in shared memory, K-major; columns 8j.. in d[4j..].
-__device__ __forceinline__ void wgmma_e4m3_ss(float (&d)[4], uint64_t a, uint64_t b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {%0,%1,%2,%3}, %4, %5, 0, 1, 1;"
+__device__ __forceinline__ void wgmma_e4m3(float (&d)[4], const uint32_t (&a)[4], uint64_t b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {%0,%1,%2,%3}, {%4,%5,%6,%7}, %8, 0, 1, 1;"
                  : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-                 : "l"(a), "l"(b));
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
-__device__ __forceinline__ void wgmma_e4m3_ss(float (&d)[8], uint64_t a, uint64_t b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 {%0,%1,%2,%3,%4,%5,%6,%7}, %8, %9, 0, 1, 1;"
+// The same for 16 tokens: tokens 8.. in d[4..].
+__device__ __forceinline__ void wgmma_e4m3(float (&d)[8], const uint32_t (&a)[4], uint64_t b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 {%0,%1,%2,%3,%4,%5,%6,%7}, {%8,%9,%10,%11}, %12, 0, 1, 1;"
                  : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]), "=f"(d[4]), "=f"(d[5]), "=f"(d[6]), "=f"(d[7])
-                 : "l"(a), "l"(b));
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
 // d (+)= a * b (64 x 64 x 16 bf16), a in registers as in mma_bf16 (warp w: rows 16w ..), b K-major; d[4j..] are the 8 columns 8j.. as in mma_bf16.
@@ -105,6 +98,8 @@ __device__ __forceinline__ void mbar_wait(uint32_t bar, uint32_t parity) {
         "again_%=: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
         "@!p bra again_%=;\n}" ::"r"(bar), "r"(parity) : "memory");
 }
+// Arrives once this thread's cp.async copies so far have landed; the barrier's count includes it.
+__device__ __forceinline__ void cp_async_arrive(uint32_t bar) { asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory"); }
 // A contiguous copy from global to shared memory by the copy engine; completes on `bar`.
 __device__ __forceinline__ void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst), "l"(src), "r"(bytes), "r"(bar) : "memory");

@@ -7,6 +7,12 @@ struct SinkhornParams {
     float eps;
 };
 
+__device__ __forceinline__ float reciprocal(float x) {
+    float r;
+    asm("rcp.approx.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+
 // mixes m [24] -> pre [4], post [4], comb [4][4] (row j = source copy). The order of passes is the reference's.
 __device__ __forceinline__ void split_sinkhorn4(const float (&m)[24], const float* scale, const float* base, SinkhornParams p, float (&pre)[4],
                                                 float (&post)[4], float (&comb)[16]) {
@@ -33,14 +39,14 @@ __device__ __forceinline__ void split_sinkhorn4(const float (&m)[24], const floa
         if (it) {
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                float r = __fdividef(1.0f, (comb[j * 4] + comb[j * 4 + 1]) + (comb[j * 4 + 2] + comb[j * 4 + 3]) + p.eps);
+                float r = reciprocal((comb[j * 4] + comb[j * 4 + 1]) + (comb[j * 4 + 2] + comb[j * 4 + 3]) + p.eps);
 #pragma unroll
                 for (int k = 0; k < 4; ++k) comb[j * 4 + k] *= r;
             }
         }
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-            float r = __fdividef(1.0f, (comb[k] + comb[4 + k]) + (comb[8 + k] + comb[12 + k]) + p.eps);
+            float r = reciprocal((comb[k] + comb[4 + k]) + (comb[8 + k] + comb[12 + k]) + p.eps);
 #pragma unroll
             for (int j = 0; j < 4; ++j) comb[j * 4 + k] *= r;
         }

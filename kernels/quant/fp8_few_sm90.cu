@@ -4,13 +4,14 @@
 // Maths    as fp8_linear
 // Layout   xc [M, K] e4m3 codes and xs [M, K/32] e8m0 (act_quant), w [N, K] u8, s [ceil(N/32), K/32] u8, y [M, N] bf16
 // Grid     (ceil(N/64) * KS), clusters of KS, block 128; suffix _kA_mB: KS = A blocks split K, up to B tokens.
-//          Dynamic shared memory few8_smem(K) = 6*8192 + G*(32*B + 4*B + 8) with G = 4*ceil(ceil(K/128)/KS) groups
+//          Dynamic shared memory few8_smem(K) = 6*9216 + G*(32*B + 4*B + 8) with G = 4*ceil(ceil(K/128)/KS) groups
 // Numerics the tensor core sums the 32 products of a group (about 14 bits below the largest), each sum is scaled and added in f32,
 //          as the reference's kernel does; the KS parts are added in order
 // Checked  tests_cuda/check.cu
 #include "../common/wgmma.cuh"
 
-constexpr int STAGES = 6, STAGE = 64 * 128;
+// 64 rows of 128 bytes and one more 16-byte unit, so that eight rows start in eight different bank groups.
+constexpr int STAGES = 6, ROW = 144, STAGE = 64 * ROW;
 
 __device__ __forceinline__ float load_cluster(uint32_t addr, uint32_t rank) {
     uint32_t remote;
@@ -42,7 +43,7 @@ __device__ __forceinline__ void few(const uint8_t* xc, const uint8_t* xs, const 
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 int r = (tid >> 3) + 16 * i;
-                uint32_t at = slot * STAGE + r * 128 + (((tid & 7) ^ (r & 7)) << 4);
+                uint32_t at = slot * STAGE + r * ROW + (tid & 7) * 16;
                 if (row0 + r < N && k < K) cp_async16(ring + at, w + (int64_t)(row0 + r) * K + k);
                 else *reinterpret_cast<uint4*>(smem + at) = make_uint4(0, 0, 0, 0);
             }
@@ -63,6 +64,7 @@ __device__ __forceinline__ void few(const uint8_t* xc, const uint8_t* xs, const 
         int r = min(row0 + 32 * (i / groups), N - 1) >> 5, gg = first * 4 + i % groups;
         sw[i] = gg < G ? e8m0_to_f32(s[(int64_t)r * G + gg]) : 0.0f;
     }
+    fence_async_shared();
     float acc[4 * MT], d[4][4 * MT];
 #pragma unroll
     for (int i = 0; i < 4 * MT; ++i) acc[i] = 0.0f;
@@ -81,14 +83,16 @@ __device__ __forceinline__ void few(const uint8_t* xc, const uint8_t* xs, const 
     };
     for (int st = 0; st < count; ++st) {
         cp_async_wait<STAGES - 2>();
-        fence_async_shared();
         __syncthreads();
         // Everyone has waited for the products of the stage before: its slot is free.
         load(st + STAGES - 1);
+        // Through registers and not from shared memory: copies by cp.async would need a fence that waits for those in flight.
+        uint32_t a[4][4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) ldmatrix_x4(a[i], ring + st % STAGES * STAGE + (warp * 16 + (lane & 15)) * ROW + (lane >> 4) * 16 + i * 32);
         wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-            wgmma_e4m3_ss(d[i], desc_swizzle128(ring + st % STAGES * STAGE + i * 32), desc_plain(b0 + (st * 4 + i) * 32 * TOK, 16 * TOK, 128));
+        for (int i = 0; i < 4; ++i) wgmma_e4m3(d[i], a[i], desc_plain(b0 + (st * 4 + i) * 32 * TOK, 16 * TOK, 128));
         wgmma_commit();
         wgmma_wait<0>();
         finish(st);

@@ -21,7 +21,7 @@ static void bench_linear_small() {
             for (int ks : {1, 2, 4, 8}) {
                 size_t g = 4 * (((K + 127) / 128 + ks - 1) / ks);
                 double us = graph_us([&](int i) {
-                    launch(fmt("quant/fp8_few_sm90:fp8_few_k%d_m%d", ks, m), dim3((N + 63) / 64 * ks), 128, 6 * 8192 + g * (32 * m + 4 * m + 8), xc.p, xs.p, ws[i % n].p, ss[i % n].p, y.p, M, N, K);
+                    launch(fmt("quant/fp8_few_sm90:fp8_few_k%d_m%d", ks, m), dim3((N + 63) / 64 * ks), 128, 6 * 9216 + g * (32 * m + 4 * m + 8), xc.p, xs.p, ws[i % n].p, ss[i % n].p, y.p, M, N, K);
                 });
                 row(fmt("fp8_few_k%d", ks).c_str(), fmt("M%d %d->%d", M, K, N), us, (double)N * K * (1 + 1 / 1024.) + 2.0 * M * (K + N), 2.0 * M * N * K);
             }
@@ -77,14 +77,14 @@ static void bench_experts() {
         for (int i = 0; i < sets; ++i) grp(i);
         auto xc = rand_u8((size_t)T * dim, 1), xs = rand_u8((size_t)T * dim / 32, 2);
         Dev<uint8_t> hc((size_t)P * inter), hs((size_t)P * inter / 32);
-        auto few_smem = [](int K) { size_t g = (K / 32 + 15) / 16 * 16; return g * (256 + 32) + 3 * 18432; };
+        auto few_smem = [](int K) { size_t g = (K / 32 + 7) / 8 * 8; return g * (256 + 32) + 3 * 19456; };
         std::string suffix = T == 1 ? "_t1" : "";
         auto fup = [&](int i) {
-            launch("moe/experts_few_sm90:experts_few_up" + suffix, dim3(inter / 32, max_tiles), 128, few_smem(dim), xc.p, xs.p, order[i].p, tiles[i].p, count[i].p, wt.p, w1.p, s1.p, w3.p, s3.p,
+            launch("moe/experts_few_sm90:experts_few_up" + suffix, dim3(inter / 64, max_tiles), 256, few_smem(dim), xc.p, xs.p, order[i].p, tiles[i].p, count[i].p, wt.p, w1.p, s1.p, w3.p, s3.p,
                    hc.p, hs.p, dim, inter, k, 10.0f);
         };
         auto fdown = [&](int i) {
-            launch("moe/experts_few_sm90:experts_few_down" + suffix, dim3(dim / 64, max_tiles), 128, few_smem(inter), hc.p, hs.p, tiles[i].p, count[i].p, w2.p, s2.p, y.p, dim, inter);
+            launch("moe/experts_few_sm90:experts_few_down" + suffix, dim3(dim / 128, max_tiles), 256, few_smem(inter), hc.p, hs.p, tiles[i].p, count[i].p, w2.p, s2.p, y.p, dim, inter);
         };
         double b = (double)used * (wb + sb), fl = 2.0 * P * inter * dim;
         row("group_tokens", fmt("T%d", T), graph_us([&](int i) { grp(i % sets); }), 4.0 * P, 0);
@@ -134,7 +134,7 @@ static void bench_index() {
     Dev<uint16_t> keys(n), bm(n / 8);
     for (int g : {132, 264}) {
         double us = graph_us([&](int i) {
-            launch("attention/index_scores:index_scores_fp4", dim3(g, 1), 256, 4 * 2080, q.p, w.p, codes[i % 6].p, scales[i % 6].p, span.p, (int*)nullptr, keys.p, 1, H, D, n, (int64_t)n, 1, 0, 8);
+            launch("attention/index_scores:index_scores_fp4", dim3(g, 1), 256, 4 * 2064, q.p, w.p, codes[i % 6].p, scales[i % 6].p, span.p, (int*)nullptr, keys.p, 1, H, D, n, (int64_t)n, 1, 0, 8);
         });
         row("index_scores fp4", fmt("T1 512K grid %d", g), us, 68.0 * n + 2.0 * n, 2.0 * H * D * n);
     }
@@ -166,7 +166,7 @@ static void bench_hc() {
         Dev<uint32_t> cnt(groups);
         cnt.zero();
         double us = graph_us([&](int i) {
-            launch("hyperconn/hc_step", dim3(slices, groups), 128, 0, x.p, res.p, cin.p + 4, cin.p + 8, cin.p, fn[i % sets].p, scale.p, base.p, w.p, stream.p, coef.p, out.p, fake.p, (uint8_t*)nullptr, (uint8_t*)nullptr, y.p, part.p,
+            launch("hyperconn/hc_step", dim3(slices, groups), 256, 0, x.p, res.p, cin.p + 4, cin.p + 8, cin.p, fn[i % sets].p, scale.p, base.p, w.p, stream.p, coef.p, out.p, fake.p, (uint8_t*)nullptr, (uint8_t*)nullptr, y.p, part.p,
                    one ? cnt.p : nullptr, T, dim, per, 24, 20, 1e-6f, 1e-20f);
             if (!one) launch("hyperconn/hc_step:hc_finish", dim3(T), 256, 0, part.p, y.p, scale.p, base.p, w.p, coef.p, out.p, fake.p, (uint8_t*)nullptr, (uint8_t*)nullptr, slices, dim, 20, 1e-6f, 1e-20f);
         }, T > 1000 ? 3 : 20);
@@ -237,6 +237,6 @@ int main(int argc, char** argv) {
     run("index", bench_index);
     run("hc", bench_hc);
     run("small", bench_small);
-    run("sm90", bench_sm90);
+    run("many", bench_many);
     CUDA(cudaDeviceSynchronize());
 }

@@ -214,9 +214,27 @@ static void check_fp8_few() {
                 if (m < M) continue;
                 Dev<bf16> y((size_t)M * N);
                 size_t g = 4 * (((K + 127) / 128 + ks - 1) / ks);
-                launch(fmt("quant/fp8_few_sm90:fp8_few_k%d_m%d", ks, m), dim3((N + 63) / 64 * ks), 128, 6 * 8192 + g * (32 * m + 4 * m + 8), xc.p, xs.p, w.p, s.p, y.p, M, N, K);
+                launch(fmt("quant/fp8_few_sm90:fp8_few_k%d_m%d", ks, m), dim3((N + 63) / 64 * ks), 128, 6 * 9216 + g * (32 * m + 4 * m + 8), xc.p, xs.p, w.p, s.p, y.p, M, N, K);
                 near(fmt("fp8_few_k%d_m%d", ks, m), fmt("M%d N%d K%d", M, N, K), y.get(), want, 3e-3);
             }
+    }
+}
+
+static void check_fp8_many() {
+    for (auto [M, N, K] : {std::tuple{1, 8, 32}, {37, 136, 96}, {300, 264, 736}, {513, 1280, 5120}, {1000, 2304, 1280}, {128, 128, 64}}) {
+        auto w = rand_weight(0, wbytes(0, N, K)), s = rand_u8(sbytes(0, N, K), 2);
+        auto x = rand_bf16((size_t)M * K);
+        size_t kp = (K + 63) / 64 * 64, rp = (M + 7) / 8 * 8;
+        Dev<bf16> fake((size_t)M * K), tiled(rp * kp);
+        launch("quant/act_quant", dim3(((size_t)M * K / 8 + 255) / 256), 256, 0, x.p, (uint8_t*)nullptr, (uint8_t*)nullptr, fake.p, (int64_t)M * K / 8);
+        launch("quant/act_quant:act_quant_tiled", dim3(M), 256, kp * 2, x.p, (int*)nullptr, tiled.p, K, (int64_t)K, (int64_t)rp, 0, 1);
+        auto want = reference_linear(0, fake, w, s, M, N, K, 1).get();
+        for (int tok : {128, 256}) {
+            Dev<bf16> y((size_t)M * N);
+            int tiles = (N + 127) / 128 * ((M + tok - 1) / tok);
+            launch(fmt("quant/fp8_many_sm90:fp8_many_%d", tok), dim3(std::min(132, tiles)), 384, 4 * tok * 128 + 2 * tok * 144 + 1024, tiled.p, w.p, s.p, y.p, M, N, K, (int64_t)rp);
+            near(fmt("fp8_many_%d", tok), fmt("M%d N%d K%d", M, N, K), y.get(), want, 3e-3);
+        }
     }
 }
 
@@ -233,6 +251,7 @@ int main(int argc, char** argv) {
     run("norm", check_norm);
     run("linear", check_linear);
     run("few", check_fp8_few);
+    run("many", check_fp8_many);
     run("moe", check_moe);
     run("attention", check_attention);
     run("index", check_index);

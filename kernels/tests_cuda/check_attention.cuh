@@ -198,7 +198,7 @@ static void check_scores(int T, int H, int D, int n, int tq, bool packed, bool c
     int cols = cand ? B * block : n, ld = cols + 5;
     Dev<uint16_t> out((size_t)T * ld);
     int nts = (H + 7) / 8;
-    launch(packed ? "attention/index_scores:index_scores_fp4" : "attention/index_scores:index_scores_bf16", dim3(3, (T + tq - 1) / tq), 256, tq * nts * 2080, q.p, w.p,
+    launch(packed ? "attention/index_scores:index_scores_fp4" : "attention/index_scores:index_scores_bf16", dim3(3, (T + tq - 1) / tq), 256, tq * nts * 2064, q.p, w.p,
            packed ? codes.p : (uint8_t*)keys.p, scales.p, ds.p, cand ? db.p : nullptr, out.p, T, H, D, cols, (int64_t)ld, tq, B, block);
     Dev<float> ref((size_t)T * n);
     ref_scores<<<((size_t)T * n + 127) / 128, 128>>>(q, w, keys, packed ? codes.p : nullptr, scales, ds, ref, T, H, D, n);

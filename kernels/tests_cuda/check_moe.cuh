@@ -135,7 +135,7 @@ static void check_experts(int f, int T, int E, int k, int dim, int inter, bool s
     same("moe_combine", shape, out.get(), want);
 }
 
-static size_t few_smem(int K) { size_t g = (K / 32 + 15) / 16 * 16; return g * (256 + 32) + 3 * 18432; }
+static size_t few_smem(int K) { size_t g = (K / 32 + 7) / 8 * 8; return g * (256 + 32) + 3 * 19456; }
 static void check_experts_few(int T, int E, int k, int dim, int inter, bool skew, int tile) {
     auto e = random_experts(T, E, k, skew);
     std::string shape = fmt("T%d E%d k%d %dx%d%s tile %d", T, E, k, dim, inter, skew ? " skew" : "", tile), suffix = tile == 1 ? "_t1" : "";
@@ -149,9 +149,9 @@ static void check_experts_few(int T, int E, int k, int dim, int inter, bool skew
     Dev<bf16> fake((size_t)T * dim), y(np * dim), rh(np * inter), rq(np * inter);
     Dev<float> ry(np * dim);
     launch("quant/act_quant", dim3(((size_t)T * dim / 8 + 255) / 256), 256, 0, x.p, xc.p, xs.p, fake.p, (int64_t)T * dim / 8);
-    launch("moe/experts_few_sm90:experts_few_up" + suffix, dim3(inter / 32, g.max_tiles), 128, few_smem(dim), xc.p, xs.p, g.order.p, g.tiles.p, g.count.p, weights.p, w1.p, s1.p,
+    launch("moe/experts_few_sm90:experts_few_up" + suffix, dim3((inter + 63) / 64, g.max_tiles), 256, few_smem(dim), xc.p, xs.p, g.order.p, g.tiles.p, g.count.p, weights.p, w1.p, s1.p,
            w3.p, s3.p, hc.p, hs.p, dim, inter, k, 10.0f);
-    launch("moe/experts_few_sm90:experts_few_down" + suffix, dim3((dim + 63) / 64, g.max_tiles), 128, few_smem(inter), hc.p, hs.p, g.tiles.p, g.count.p, w2.p, s2.p, y.p, dim, inter);
+    launch("moe/experts_few_sm90:experts_few_down" + suffix, dim3((dim + 127) / 128, g.max_tiles), 256, few_smem(inter), hc.p, hs.p, g.tiles.p, g.count.p, w2.p, s2.p, y.p, dim, inter);
     ref_up<<<(np * inter + 127) / 128, 128>>>(1, fake, g.order, g.expert_at, weights, w1, s1, w3, s3, rh, g.P, dim, inter, k, 10.0f);
     launch("quant/act_quant", dim3((np * inter / 8 + 255) / 256), 256, 0, rh.p, (uint8_t*)nullptr, (uint8_t*)nullptr, rq.p, (int64_t)np * inter / 8);
     auto c = hc.get(), s = hs.get();

@@ -38,7 +38,7 @@ static void check_hc_step(int T, int dim, int per, bool counter, bool post) {
     Dev<uint32_t> cnt(groups);
     cnt.zero();
     for (int again = 0; again < 2; ++again) {
-        launch("hyperconn/hc_step", dim3(slices, groups), 128, 0, post ? x.p : nullptr, res.p, cin.p + 4, cin.p + 8, cin.p, fn.p, scale.p, base.p, w.p, stream.p, coef.p, out.p, fake.p, (uint8_t*)nullptr, (uint8_t*)nullptr, y.p,
+        launch("hyperconn/hc_step", dim3(slices, groups), 256, 0, post ? x.p : nullptr, res.p, cin.p + 4, cin.p + 8, cin.p, fn.p, scale.p, base.p, w.p, stream.p, coef.p, out.p, fake.p, (uint8_t*)nullptr, (uint8_t*)nullptr, y.p,
                part.p, counter ? cnt.p : nullptr, T, dim, per, ld, iters, 1e-6f, 1e-20f);
         if (!counter)
             launch("hyperconn/hc_step:hc_finish", dim3(T), 256, 0, part.p, y.p, scale.p, base.p, w.p, coef.p, out.p, fake.p, (uint8_t*)nullptr, (uint8_t*)nullptr, slices, dim, iters, 1e-6f, 1e-20f);
