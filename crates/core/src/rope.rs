@@ -46,7 +46,7 @@ impl Rope {
     ///
     /// Reference: `precompute_freqs_cis`.
     pub fn new(cfg: &RopeConfig) -> Result<Self> {
-        if cfg.dim == 0 || cfg.dim % 2 != 0 {
+        if cfg.dim == 0 || !cfg.dim.is_multiple_of(2) {
             return Err(Error::config(
                 "rope_head_dim",
                 format!("expected an even number above 0, found {}", cfg.dim),

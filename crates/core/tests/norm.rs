@@ -1,5 +1,7 @@
 //! RMSNorm against the official code and on rows that could go wrong.
 
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
 use candle_core::{DType, Device, Tensor};
 use deepseek_v41_core::rms_norm;
 use deepseek_v41_testing::{Golden, assert_bits_eq, bf16_ulp_distance, random_bf16, with_threads};
@@ -13,7 +15,10 @@ fn flat(t: &Tensor) -> Vec<bf16> {
 fn matches_the_official_norm() {
     let golden = Golden::open("ops_basic");
     for (case, eps) in [("rmsnorm_1e-20", 1e-20), ("rmsnorm_1e-06", 1e-6)] {
-        let w = golden.tensor(&format!("{case}.weight")).to_dtype(DType::F32).unwrap();
+        let w = golden
+            .tensor(&format!("{case}.weight"))
+            .to_dtype(DType::F32)
+            .unwrap();
         let got = flat(&rms_norm(&golden.tensor(&format!("{case}.x")), &w, eps).unwrap());
         for (g, w) in got.iter().zip(golden.bf16(&format!("{case}.y"))) {
             assert!(bf16_ulp_distance(*g, w) <= 1, "{case}: {g} vs {w}");
@@ -25,7 +30,11 @@ fn matches_the_official_norm() {
 fn zero_rows_stay_zero_under_the_released_epsilon() {
     let xs = Tensor::zeros((2, 40), DType::BF16, &Device::Cpu).unwrap();
     let w = Tensor::ones(40, DType::F32, &Device::Cpu).unwrap();
-    assert!(flat(&rms_norm(&xs, &w, 1e-20).unwrap()).iter().all(|v| v.to_f32() == 0.0));
+    assert!(
+        flat(&rms_norm(&xs, &w, 1e-20).unwrap())
+            .iter()
+            .all(|v| v.to_f32() == 0.0)
+    );
 }
 
 #[test]
@@ -56,5 +65,10 @@ fn rows_do_not_see_each_other_nor_the_threads() {
 fn wrong_width_is_an_error() {
     let xs = Tensor::zeros((2, 40), DType::BF16, &Device::Cpu).unwrap();
     let w = Tensor::ones(41, DType::F32, &Device::Cpu).unwrap();
-    assert!(rms_norm(&xs, &w, 1e-6).unwrap_err().to_string().contains("rms_norm"));
+    assert!(
+        rms_norm(&xs, &w, 1e-6)
+            .unwrap_err()
+            .to_string()
+            .contains("rms_norm")
+    );
 }

@@ -190,26 +190,16 @@ impl Case<'_> {
     /// Within one bf16 step of what was saved as `part`.
     pub(crate) fn one_ulp(&mut self, got: &Tensor, part: &str) -> Result<()> {
         let want = self.bf16s(part)?;
-        self.one_ulp_of(part, &bf16s(got)?, &want, None)
+        self.one_ulp_of(part, &bf16s(got)?, &want)
     }
 
-    /// Within one bf16 step of `want`, or of `exact` rounded: a sum that cancels can end several
-    /// steps from another order of the same additions, and the float64 result then decides.
-    pub(crate) fn one_ulp_of(
-        &mut self,
-        what: &str,
-        got: &[bf16],
-        want: &[bf16],
-        exact: Option<&[f32]>,
-    ) -> Result<()> {
-        let mut worst = 0;
-        for (i, (got, want)) in self.paired(what, got, want)?.enumerate() {
-            let mut steps = ulps(*got, *want);
-            if let Some(exact) = exact.and_then(|e| e.get(i)) {
-                steps = steps.min(ulps(*got, bf16::from_f32(*exact)));
-            }
-            worst = worst.max(steps);
-        }
+    /// Within one bf16 step of `want`.
+    pub(crate) fn one_ulp_of(&mut self, what: &str, got: &[bf16], want: &[bf16]) -> Result<()> {
+        let pairs = self.paired(what, got, want)?;
+        let worst = pairs
+            .map(|(got, want)| ulps(*got, *want))
+            .max()
+            .unwrap_or(0);
         self.push(what, got.len(), f64::from(worst), ONE_ULP, "bf16 ulp");
         Ok(())
     }

@@ -47,3 +47,18 @@ pub(crate) const CACHE_FLIPS: f64 = 0.01;
 pub(crate) const SELECTION_FLIPS: f64 = 0.02;
 /// A quantised projection and a gate. Relative rms.
 pub(crate) const ENGRAM: f64 = 0.01;
+/// Whole models: how many times the distance between two valid runs of the official code. Relative rms.
+pub(crate) const MODEL_NOISE: f64 = 2.0;
+/// That distance may be 0 where two runs agreed to the last bit; a third need not.
+pub(crate) const MODEL_FLOOR: f64 = 0.005;
+/// A model's own index selections must differ from the recorded ones of its key mode at most this many
+/// times as often as from those of the other mode.
+pub(crate) const OTHER_MODE: f64 = 0.75;
+/// A step of the tiny model whose two largest logits are at least this far apart may not flip: two valid
+/// runs of the official code agree on every such step.
+pub(crate) const CLEAR_MARGIN: f32 = 0.15;
+/// Saved logits of the tiny model, over the steps of a prompt. Relative rms; two valid runs are within
+/// 0.15 at worst.
+pub(crate) const TINY_LOGITS_MEDIAN: f64 = 0.03;
+/// And each of them.
+pub(crate) const TINY_LOGITS_EACH: f64 = 0.3;

@@ -44,9 +44,9 @@ impl Weights {
                 reason,
             };
             for name in &expected {
-                if !tensors
+                if tensors
                     .get(name)
-                    .is_some_and(|t| t.file.as_deref() == Some(&file))
+                    .is_none_or(|t| t.file.as_deref() != Some(&file))
                 {
                     return Err(wrong(name, WeightError::Missing));
                 }

@@ -136,7 +136,7 @@ impl VarBuilder {
         let inner: usize = shape[shard.dim + 1..].iter().product();
         // F4 counts nibbles: a part must still be whole bytes.
         let bits = part * inner * tensor.dtype.bitsize();
-        if bits % 8 != 0 {
+        if !bits.is_multiple_of(8) {
             return Err(Error::shape(
                 "raw_sharded",
                 format!(

@@ -66,7 +66,7 @@ pub(super) fn run(case: &mut Case<'_>) -> Result<bool> {
     }
     for (part, got) in [("prefill", first), ("decode", later)] {
         let want = case.bf16s(part)?;
-        case.one_ulp_of(part, &got.concat(), &want, None)?;
+        case.one_ulp_of(part, &got.concat(), &want)?;
     }
     Ok(true)
 }

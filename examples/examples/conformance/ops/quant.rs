@@ -72,7 +72,8 @@ fn e2m1_round(case: &mut Case<'_>) -> Result<()> {
 
 fn scales(case: &mut Case<'_>) -> Result<()> {
     let amax = case.f32s("amax")?;
-    let rules: [(&str, fn(f32) -> f32); 3] = [
+    type Rule = fn(f32) -> f32;
+    let rules: [(&str, Rule); 3] = [
         ("fp8_pow2", |amax| fp8_scale(amax, ActScale::E8M0)),
         ("fp4_pow2", |amax| fp4_scale(amax, ScaleFormat::E8M0)),
         ("fp4_e4m3", |amax| fp4_scale(amax, ScaleFormat::E4M3)),

@@ -1,0 +1,102 @@
+//! Whole golden models: a prompt and every decode step, in both key modes.
+
+use std::path::Path;
+
+use candle_core::Device;
+use deepseek_v41::Error;
+use deepseek_v41_examples::golden_model::{Distance, GoldenModel, Mode};
+use serde_json::Value;
+
+use crate::{
+    report::{Check, Report},
+    tolerance::{MODEL_FLOOR, MODEL_NOISE, OTHER_MODE},
+};
+
+/// `name` of the manifest's models; `entry` has the distances between two valid runs of the official code.
+pub(crate) fn run(dir: &Path, name: &str, entry: &Value, device: &Device, report: &mut Report) {
+    // fp4 and top-k turn a last bit into another selection. Where that happened between two runs of the
+    // official code, its recorded selections are replayed, and the distance is that of such runs.
+    let replay = entry["noise_free"]["selections_that_differ"].as_u64() != Some(0);
+    let noise = &entry[if replay { "noise_forced" } else { "noise_free" }];
+    // None: the model was recorded with the keys as published only. Empty: it makes no difference.
+    let steps = entry["own_index_k_differs_at_steps"].as_array();
+    let modes_differ = steps.is_some_and(|steps| !steps.is_empty());
+    for mode in Mode::ALL {
+        let label = match mode {
+            Mode::Reference => "keys as published",
+            Mode::OwnKeys if steps.is_some() => "own keys",
+            Mode::OwnKeys => continue,
+        };
+        let case = format!("model_{name} ({label})");
+        let distance = || {
+            let model = GoldenModel::load(&dir.join(format!("model_{name}")), mode, device)?;
+            let rows = model.text_rows()?;
+            let pictures = model.sequences()? - rows.len();
+            let distance = if rows.is_empty() {
+                None
+            } else {
+                Some(model.run(&rows, replay)?)
+            };
+            Ok::<_, Error>((distance, pictures))
+        };
+        match distance() {
+            Ok((distance, pictures)) => {
+                if let Some(distance) = distance {
+                    report.compared(case.clone(), checks(&distance, noise, modes_differ));
+                }
+                if pictures > 0 {
+                    let case = format!("{case}, {pictures} sequences with pictures");
+                    report.skipped(case, "not compared yet");
+                }
+            }
+            Err(error) => report.failed(case, error),
+        }
+    }
+}
+
+fn checks(distance: &Distance, noise: &Value, modes_differ: bool) -> Vec<Check> {
+    let floats = |values: &Value| -> Vec<f64> {
+        match values {
+            Value::Array(list) => list.iter().filter_map(Value::as_f64).collect(),
+            Value::Object(map) => map.values().filter_map(Value::as_f64).collect(),
+            _ => Vec::new(),
+        }
+    };
+    // NaN is the greatest in this order, so it is not lost.
+    let worst = |values: &[f64]| {
+        values
+            .iter()
+            .copied()
+            .max_by(f64::total_cmp)
+            .unwrap_or(f64::NAN)
+    };
+    let limit = |part: &str| (MODEL_NOISE * worst(&floats(&noise[part]))).max(MODEL_FLOOR);
+    let prefill: Vec<f64> = distance.prefill.iter().map(|(_, error)| *error).collect();
+    let rms = |what: &str, errors: &[f64], noise: &str| Check {
+        what: what.into(),
+        values: errors.len(),
+        error: worst(errors),
+        allowed: limit(noise),
+        unit: "relative rms".into(),
+    };
+    let mut checks = vec![
+        rms("logits of every step", &distance.logits, "logits_rel_rms"),
+        rms("layers of the prefill", &prefill, "prefill_rel_rms"),
+    ];
+    let differing = |(equal, all): (usize, usize)| 1.0 - equal as f64 / all.max(1) as f64;
+    let (own, other) = (distance.decode_selections, distance.other_selections);
+    // Before replay hides it: which keys were scored shows in what was selected.
+    if modes_differ && other.1 > 0 {
+        checks.push(Check {
+            what: "own selections in decode".into(),
+            values: own.1,
+            error: differing(own),
+            allowed: OTHER_MODE * differing(other),
+            unit: format!(
+                "share differing; {:.4} from the other mode",
+                differing(other)
+            ),
+        });
+    }
+    checks
+}
