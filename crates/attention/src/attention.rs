@@ -56,16 +56,23 @@ impl Attention {
     pub fn new(cfg: &AttentionConfig, comm: Arc<dyn Comm>, vb: VarBuilder) -> Result<Self> {
         cfg.validate()?;
         let compressor = match cfg.role {
-            LayerRole::Compressed { ratio, owns_kv: true, .. } => {
-                Some(Compressor::new(cfg, ratio, vb.pp("compressor"))?)
-            }
+            LayerRole::Compressed {
+                ratio,
+                owns_kv: true,
+                ..
+            } => Some(Compressor::new(cfg, ratio, vb.pp("compressor"))?),
             _ => None,
         };
         let indexer = match cfg.role.indexer() {
             Some(candidates) => Some(Indexer::new(cfg, candidates, vb.pp("indexer"))?),
             None => None,
         };
-        Ok(Self { core: Projections::new(cfg, comm, vb)?, cfg: cfg.clone(), compressor, indexer })
+        Ok(Self {
+            core: Projections::new(cfg, comm, vb)?,
+            cfg: cfg.clone(),
+            compressor,
+            indexer,
+        })
     }
 
     /// What this layer attends to.
@@ -102,7 +109,12 @@ impl Attention {
         };
         let (qr, q) = self.core.queries(xs, table)?;
         let kv = self.core.kv_rows(xs, table)?;
-        let LayerCache { window, source, kv: lent, index_k } = cache;
+        let LayerCache {
+            window,
+            source,
+            kv: lent,
+            index_k,
+        } = cache;
         let far = match self.cfg.role {
             LayerRole::Window => None,
             LayerRole::Compressed { ratio, index, .. } => {
@@ -122,11 +134,16 @@ impl Attention {
                 }
                 if let (Some(own), Some(latent)) = (own.as_deref_mut(), &latent) {
                     let groups = ropes.groups(ratio)?;
-                    own.write_kv(&finish_rows(latent, None, groups, RowQuant::Compressed)?, plan)?;
+                    own.write_kv(
+                        &finish_rows(latent, None, groups, RowQuant::Compressed)?,
+                        plan,
+                    )?;
                 }
                 let far: &CompressedCache = match own {
                     Some(own) => own,
-                    None => lent.ok_or(Error::MissingSource { what: "a compressed cache" })?,
+                    None => lent.ok_or(Error::MissingSource {
+                        what: "a compressed cache",
+                    })?,
                 };
                 if let (IndexRole::Run(_), Some(indexer)) = (index, &self.indexer) {
                     indexer.select(xs, &qr, table, plan, far, index_k, shared)?;
@@ -135,10 +152,19 @@ impl Attention {
             }
         };
         let mut scopes = Vec::with_capacity(3);
-        scopes.push(KvScope { kv: window.kv().tensor(), idxs: &plan.window.ring_idxs });
-        scopes.push(KvScope { kv: &kv, idxs: &plan.window.present_idxs });
+        scopes.push(KvScope {
+            kv: window.kv().tensor(),
+            idxs: &plan.window.ring_idxs,
+        });
+        scopes.push(KvScope {
+            kv: &kv,
+            idxs: &plan.window.present_idxs,
+        });
         if let Some((far, idxs)) = far {
-            scopes.push(KvScope { kv: far.kv().tensor(), idxs });
+            scopes.push(KvScope {
+                kv: far.kv().tensor(),
+                idxs,
+            });
         }
         let o = sparse_attn(&q, &scopes, &self.core.attn_sink, self.core.scale)?;
         // After attention: a chunk's own rows may push out rows that its first tokens still see.
@@ -158,7 +184,9 @@ impl Attention {
                 "attention",
                 format!("a cache of ratio {} for {:?}", own.ratio(), self.cfg.role),
             )),
-            (Some(_), None) => Err(Error::MissingSource { what: "a layer's own compressed cache" }),
+            (Some(_), None) => Err(Error::MissingSource {
+                what: "a layer's own compressed cache",
+            }),
         }
     }
 }
@@ -169,6 +197,10 @@ pub(crate) fn check_input(xs: &Tensor, tokens: usize, dim: usize) -> Result<()> 
     }
     Err(Error::shape(
         "attention",
-        format!("expected [{tokens}, {dim}] bf16, found {:?} {:?}", xs.shape(), xs.dtype()),
+        format!(
+            "expected [{tokens}, {dim}] bf16, found {:?} {:?}",
+            xs.shape(),
+            xs.dtype()
+        ),
     ))
 }

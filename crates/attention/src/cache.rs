@@ -75,8 +75,10 @@ impl WindowCache {
     /// # Errors
     /// A slot outside of the geometry.
     pub fn copy_slot(&mut self, from: u32, to: u32) -> Result<()> {
-        copy_slot_rows(&self.geometry, from, to, |slot| self.geometry.ring(slot).rows())?
-            .map_or(Ok(()), |(from, to, n)| self.kv.copy_rows(from, to, n))
+        copy_slot_rows(&self.geometry, from, to, |slot| {
+            self.geometry.ring(slot).rows()
+        })?
+        .map_or(Ok(()), |(from, to, n)| self.kv.copy_rows(from, to, n))
     }
 
     /// The rows that a sequence of `len` tokens needs to go on: its last `min(len, window)`
@@ -100,7 +102,8 @@ impl WindowCache {
         self.geometry.check_slot(slot)?;
         let at = ring_rows(&self.geometry.ring(slot), self.saved(len))?;
         let width = self.kv.codec().row_bytes();
-        self.kv.import(find_rows(rows, "window", at.len(), width, DType::U8)?, &at)
+        self.kv
+            .import(find_rows(rows, "window", at.len(), width, DType::U8)?, &at)
     }
 
     /// Bytes of a full cache.
@@ -168,7 +171,9 @@ impl CompressedCache {
         format: KvFormat,
         device: &Device,
     ) -> Result<Option<Self>> {
-        let Some(ratio) = cfg.role.ratio().filter(|_| cfg.role.owns_kv()) else { return Ok(None) };
+        let Some(ratio) = cfg.role.ratio().filter(|_| cfg.role.owns_kv()) else {
+            return Ok(None);
+        };
         let keys = cfg.owns_index_k.then_some(cfg.index.head_dim);
         Self::new(geometry, ratio, cfg.head_dim, keys, format, device).map(Some)
     }
@@ -188,7 +193,9 @@ impl CompressedCache {
     /// # Errors
     /// [`Error::MissingSource`] if the owner makes no index keys.
     pub fn index_k(&self) -> Result<&KvPool> {
-        self.index_k.as_ref().ok_or(Error::MissingSource { what: "an index key" })
+        self.index_k.as_ref().ok_or(Error::MissingSource {
+            what: "an index key",
+        })
     }
 
     /// `[rows, 2 * head_dim]` f32, the open groups; `None` at ratio 1.
@@ -213,7 +220,10 @@ impl CompressedCache {
                 available: rows.capacity() as usize,
             });
         }
-        Ok(IndexSpan { base: rows.rows().start, visible: span.visible })
+        Ok(IndexSpan {
+            base: rows.rows().start,
+            visible: span.visible,
+        })
     }
 
     /// Writes the compressed rows `kv: [G, head_dim]` of the groups this step completes.
@@ -231,7 +241,9 @@ impl CompressedCache {
     pub fn write_index_k(&mut self, keys: &Tensor, plan: &CompressPlan) -> Result<()> {
         match &mut self.index_k {
             Some(pool) => pool.write(keys, &plan.group_slots),
-            None => Err(Error::MissingSource { what: "an index key" }),
+            None => Err(Error::MissingSource {
+                what: "an index key",
+            }),
         }
     }
 
@@ -240,9 +252,16 @@ impl CompressedCache {
     ///
     /// # Errors
     /// As [`write_kv`](Self::write_kv).
-    pub fn write_pending(&mut self, kv: &Tensor, score: &Tensor, plan: &CompressPlan) -> Result<()> {
+    pub fn write_pending(
+        &mut self,
+        kv: &Tensor,
+        score: &Tensor,
+        plan: &CompressPlan,
+    ) -> Result<()> {
         match &self.pending {
-            Some(pool) => ops::write_rows(pool, &Tensor::cat(&[kv, score], 1)?, &plan.pending_slots),
+            Some(pool) => {
+                ops::write_rows(pool, &Tensor::cat(&[kv, score], 1)?, &plan.pending_slots)
+            }
             None => Ok(()),
         }
     }
@@ -370,7 +389,9 @@ fn find_rows<'a>(
     dtype: DType,
 ) -> Result<&'a Tensor> {
     let found = rows.iter().find(|(key, _)| key == name);
-    let Some((_, rows)) = found else { return Err(Error::MissingSource { what: name }) };
+    let Some((_, rows)) = found else {
+        return Err(Error::MissingSource { what: name });
+    };
     if rows.dims() != [n, dim] || rows.dtype() != dtype {
         return Err(Error::value(
             format!("saved rows `{name}`"),

@@ -28,11 +28,19 @@ impl Compressor {
     /// A weight is missing or of another shape or dtype.
     pub fn new(cfg: &AttentionConfig, ratio: usize, vb: VarBuilder) -> Result<Self> {
         // Pooling is in f32 and so are its projections; a plain projection stays bf16.
-        let format = if ratio > 1 { WeightFormat::F32 } else { WeightFormat::Bf16 };
+        let format = if ratio > 1 {
+            WeightFormat::F32
+        } else {
+            WeightFormat::Bf16
+        };
         let linear = |name| Linear::new(cfg.dim, cfg.head_dim, format, vb.pp(name));
         Ok(Self {
             wkv: linear("wkv")?,
-            wgate: if ratio > 1 { Some(linear("wgate")?) } else { None },
+            wgate: if ratio > 1 {
+                Some(linear("wgate")?)
+            } else {
+                None
+            },
             norm: RmsNorm::new(cfg.head_dim, cfg.norm_eps, vb.pp("norm"))?,
         })
     }

@@ -102,7 +102,10 @@ impl LayerRole {
     /// The role of its indexer, if it runs one.
     pub fn indexer(&self) -> Option<CandidateRole> {
         match *self {
-            Self::Compressed { index: IndexRole::Run(candidates), .. } => Some(candidates),
+            Self::Compressed {
+                index: IndexRole::Run(candidates),
+                ..
+            } => Some(candidates),
             _ => None,
         }
     }
@@ -124,33 +127,68 @@ impl AttentionConfig {
             ("window_size", self.window_size),
         ];
         for (field, value) in positive {
-            check(field, value > 0, || format!("expected at least 1, found {value}"))?;
+            check(field, value > 0, || {
+                format!("expected at least 1, found {value}")
+            })?;
         }
         check("head_dim", self.head_dim.is_multiple_of(32), || {
-            format!("expected a multiple of 32, the quantisation group, found {}", self.head_dim)
+            format!(
+                "expected a multiple of 32, the quantisation group, found {}",
+                self.head_dim
+            )
         })?;
         let rope = self.rope_head_dim;
-        check("rope_head_dim", rope > 0 && rope.is_multiple_of(2) && rope <= self.head_dim, || {
-            format!("expected an even number up to head_dim {}, found {rope}", self.head_dim)
-        })?;
-        check("o_groups", self.n_heads.is_multiple_of(self.o_groups), || {
-            format!("expected a divisor of n_heads {}, found {}", self.n_heads, self.o_groups)
-        })?;
-        check("n_heads", self.n_heads.checked_mul(self.head_dim).is_some(), || {
-            "n_heads * head_dim does not fit a machine word".into()
-        })?;
-        check("o_lora_rank", self.o_groups.checked_mul(self.o_lora_rank).is_some(), || {
-            "o_groups * o_lora_rank does not fit a machine word".into()
-        })?;
-        check("norm_eps", self.norm_eps.is_finite() && self.norm_eps >= 0.0, || {
-            format!("expected a finite number from 0 up, found {}", self.norm_eps)
-        })?;
+        check(
+            "rope_head_dim",
+            rope > 0 && rope.is_multiple_of(2) && rope <= self.head_dim,
+            || {
+                format!(
+                    "expected an even number up to head_dim {}, found {rope}",
+                    self.head_dim
+                )
+            },
+        )?;
+        check(
+            "o_groups",
+            self.n_heads.is_multiple_of(self.o_groups),
+            || {
+                format!(
+                    "expected a divisor of n_heads {}, found {}",
+                    self.n_heads, self.o_groups
+                )
+            },
+        )?;
+        check(
+            "n_heads",
+            self.n_heads.checked_mul(self.head_dim).is_some(),
+            || "n_heads * head_dim does not fit a machine word".into(),
+        )?;
+        check(
+            "o_lora_rank",
+            self.o_groups.checked_mul(self.o_lora_rank).is_some(),
+            || "o_groups * o_lora_rank does not fit a machine word".into(),
+        )?;
+        check(
+            "norm_eps",
+            self.norm_eps.is_finite() && self.norm_eps >= 0.0,
+            || {
+                format!(
+                    "expected a finite number from 0 up, found {}",
+                    self.norm_eps
+                )
+            },
+        )?;
         let format_ok = matches!(self.linear_format, WeightFormat::Fp8 | WeightFormat::Bf16);
         check("dtype", format_ok, || {
-            format!("attention weights are fp8 or bf16, not {:?}", self.linear_format)
+            format!(
+                "attention weights are fp8 or bf16, not {:?}",
+                self.linear_format
+            )
         })?;
         if let Some(ratio) = self.role.ratio() {
-            check("compress_ratios", ratio > 0, || "a compressed layer needs a ratio above 0".into())?;
+            check("compress_ratios", ratio > 0, || {
+                "a compressed layer needs a ratio above 0".into()
+            })?;
         }
         let owner_ok = !self.owns_index_k || (self.role.owns_kv() && self.role.indexer().is_some());
         check("kv_source_layers", owner_ok, || {
@@ -165,27 +203,45 @@ impl AttentionConfig {
 
 impl IndexConfig {
     fn validate(&self, rope_head_dim: usize, candidates: CandidateRole) -> Result<()> {
-        check("index_n_heads", self.n_heads > 0, || "expected at least 1".into())?;
+        check("index_n_heads", self.n_heads > 0, || {
+            "expected at least 1".into()
+        })?;
         check("index_topk", self.topk > 0, || "expected at least 1".into())?;
         let width = self.head_dim;
-        check("index_head_dim", width > 0 && width.is_multiple_of(32), || {
-            format!("expected a multiple of 32, the quantisation group, found {width}")
-        })?;
+        check(
+            "index_head_dim",
+            width > 0 && width.is_multiple_of(32),
+            || format!("expected a multiple of 32, the quantisation group, found {width}"),
+        )?;
         check("index_head_dim", rope_head_dim <= width, || {
             format!("expected at least rope_head_dim {rope_head_dim}, found {width}")
         })?;
-        check("index_n_heads", self.n_heads.checked_mul(width).is_some(), || {
-            "index_n_heads * index_head_dim does not fit a machine word".into()
-        })?;
+        check(
+            "index_n_heads",
+            self.n_heads.checked_mul(width).is_some(),
+            || "index_n_heads * index_head_dim does not fit a machine word".into(),
+        )?;
         if candidates != CandidateRole::None {
             let at_least_one = || "expected at least 1 where candidates are in use".into();
-            check("candidate_topk_blocks", self.candidate_topk_blocks > 0, at_least_one)?;
-            check("candidate_block_size", self.candidate_block_size > 0, at_least_one)?;
+            check(
+                "candidate_topk_blocks",
+                self.candidate_topk_blocks > 0,
+                at_least_one,
+            )?;
+            check(
+                "candidate_block_size",
+                self.candidate_block_size > 0,
+                at_least_one,
+            )?;
         }
         Ok(())
     }
 }
 
 fn check(field: &str, ok: bool, reason: impl FnOnce() -> String) -> Result<()> {
-    if ok { Ok(()) } else { Err(Error::config(field, reason())) }
+    if ok {
+        Ok(())
+    } else {
+        Err(Error::config(field, reason()))
+    }
 }

@@ -68,13 +68,18 @@ impl DraftPlan {
             }
             let end = committed.positions().end;
             let Some(last) = end.checked_sub(1) else {
-                return Err(Error::value("draft block", "there is no token to draft after"));
+                return Err(Error::value(
+                    "draft block",
+                    "there is no token to draft after",
+                ));
             };
             let first = block_positions.len() as u32;
             // Positions past the longest sequence are fine: they are rotations, not rows.
             block_positions.extend(end..end + size);
             for _ in 0..size {
-                ring.push(window_positions(last, window), |p| map.row(p).map(|row| row as i32))?;
+                ring.push(window_positions(last, window), |p| {
+                    map.row(p).map(|row| row as i32)
+                })?;
                 block.push(first..first + size, |row| Ok(row as i32))?;
             }
         }
@@ -129,9 +134,15 @@ impl DSparkAttention {
     pub fn new(cfg: &AttentionConfig, comm: Arc<dyn Comm>, vb: VarBuilder) -> Result<Self> {
         cfg.validate()?;
         if cfg.role != LayerRole::Window {
-            return Err(Error::config("compress_ratios", "draft layers have a window alone"));
+            return Err(Error::config(
+                "compress_ratios",
+                "draft layers have a window alone",
+            ));
         }
-        Ok(Self { dim: cfg.dim, core: Projections::new(cfg, comm, vb)? })
+        Ok(Self {
+            dim: cfg.dim,
+            core: Projections::new(cfg, comm, vb)?,
+        })
     }
 
     /// Puts the committed tokens' rows, made from `main_x: [M, dim]` bf16, into the rings.
@@ -175,8 +186,14 @@ impl DSparkAttention {
         let (_, q) = self.core.queries(xs, &ropes.block)?;
         let kv = self.core.kv_rows(xs, &ropes.block)?;
         let scopes = [
-            KvScope { kv: cache.kv().tensor(), idxs: &plan.ring_idxs },
-            KvScope { kv: &kv, idxs: &plan.block_idxs },
+            KvScope {
+                kv: cache.kv().tensor(),
+                idxs: &plan.ring_idxs,
+            },
+            KvScope {
+                kv: &kv,
+                idxs: &plan.block_idxs,
+            },
         ];
         let o = sparse_attn(&q, &scopes, &self.core.attn_sink, self.core.scale)?;
         self.core.output(&o, &ropes.block)

@@ -36,7 +36,9 @@ pub enum IndexKeySource<'a> {
 pub fn last_published(ratios: &[usize], upto: usize, prefill: u32, pos: u32) -> Option<usize> {
     let in_prefill = |sources: &[usize]| sources.iter().rposition(|&r| r <= prefill as usize);
     let at = |sources: &[usize], pos: u32| {
-        sources.iter().rposition(|&r| (pos as usize + 1).is_multiple_of(r))
+        sources
+            .iter()
+            .rposition(|&r| (pos as usize + 1).is_multiple_of(r))
     };
     let before = &ratios[..upto.min(ratios.len())];
     if pos < prefill {
@@ -73,7 +75,11 @@ pub(crate) fn score_per_token(
     if sources.len() != plan.spans.len() {
         return Err(Error::shape(
             "index_topk",
-            format!("{} key sources for {} tokens", sources.len(), plan.spans.len()),
+            format!(
+                "{} key sources for {} tokens",
+                sources.len(),
+                plan.spans.len()
+            ),
         ));
     }
     let same = |a: &Option<&CompressedCache>, b: &Option<&CompressedCache>| match (a, b) {
@@ -87,12 +93,28 @@ pub(crate) fn score_per_token(
         start = tokens.end;
         let source = run[0].unwrap_or(cache);
         let here = &plan.spans[tokens.clone()];
-        let spans: Vec<_> = here.iter().map(|span| source.moved(span, cache)).collect::<Result<_>>()?;
+        let spans: Vec<_> = here
+            .iter()
+            .map(|span| source.moved(span, cache))
+            .collect::<Result<_>>()?;
         let keys = source.index_k()?.tensor();
-        let found = score(KeyRun { tokens, keys, spans: spans.clone() })?;
-        for ((mut row, there), here) in found.topk.0.to_vec2::<i32>()?.into_iter().zip(spans).zip(here) {
+        let found = score(KeyRun {
+            tokens,
+            keys,
+            spans: spans.clone(),
+        })?;
+        for ((mut row, there), here) in found
+            .topk
+            .0
+            .to_vec2::<i32>()?
+            .into_iter()
+            .zip(spans)
+            .zip(here)
+        {
             let shift = here.base as i32 - there.base as i32;
-            row.iter_mut().filter(|idx| **idx >= 0).for_each(|idx| *idx += shift);
+            row.iter_mut()
+                .filter(|idx| **idx >= 0)
+                .for_each(|idx| *idx += shift);
             topk.push(row);
         }
         if let Some(found) = found.candidates {
@@ -104,11 +126,21 @@ pub(crate) fn score_per_token(
     let tensor = |mut rows: Vec<Vec<i32>>| -> Result<Tensor> {
         let width = rows.iter().map(Vec::len).max().unwrap_or(0);
         rows.iter_mut().for_each(|row| row.resize(width, -1));
-        Ok(Tensor::from_vec(rows.concat(), (rows.len(), width), device)?)
+        Ok(Tensor::from_vec(
+            rows.concat(),
+            (rows.len(), width),
+            device,
+        )?)
     };
     let candidates = match block {
-        Some(block) => Some(CandidateBlocks { block, ids: tensor(candidates)? }),
+        Some(block) => Some(CandidateBlocks {
+            block,
+            ids: tensor(candidates)?,
+        }),
         None => None,
     };
-    Ok(Scored { topk: TopkIdxs(tensor(topk)?), candidates })
+    Ok(Scored {
+        topk: TopkIdxs(tensor(topk)?),
+        candidates,
+    })
 }

@@ -9,10 +9,10 @@ use half::bf16;
 
 use crate::cache::CompressedCache;
 use crate::config::{AttentionConfig, CandidateRole, IndexConfig};
+use crate::index_keys::{IndexKeySource, Scored, score_per_token};
 use crate::ops::{self, CandidateBlocks, IndexSpan};
 use crate::plan::CompressPlan;
 use crate::rows::{RowQuant, finish_rows};
-use crate::index_keys::{IndexKeySource, Scored, score_per_token};
 use crate::runtime::SharedAttentionRuntime;
 
 /// Keeps the `topk` best compressed rows of every query.
@@ -39,7 +39,9 @@ impl Indexer {
     /// # Errors
     /// A weight is missing or of another shape or dtype.
     pub fn new(cfg: &AttentionConfig, candidates: CandidateRole, vb: VarBuilder) -> Result<Self> {
-        let IndexConfig { n_heads, head_dim, .. } = cfg.index;
+        let IndexConfig {
+            n_heads, head_dim, ..
+        } = cfg.index;
         let bf16 = WeightFormat::Bf16;
         let keys = match cfg.owns_index_k {
             true => Some((
@@ -65,7 +67,9 @@ impl Indexer {
     /// # Errors
     /// Shapes that do not fit each other.
     pub fn keys(&self, latent: &Tensor, table: &RopeTable) -> Result<Option<Tensor>> {
-        let Some((wk, k_norm)) = &self.keys else { return Ok(None) };
+        let Some((wk, k_norm)) = &self.keys else {
+            return Ok(None);
+        };
         finish_rows(&wk.forward(latent)?, Some(k_norm), table, RowQuant::Index).map(Some)
     }
 
@@ -102,7 +106,9 @@ impl Indexer {
         };
         let k = self.cfg.topk.min(plan.max_visible as usize);
         let scored = match keys {
-            IndexKeySource::Owner => self.score(&query, cache.index_k()?.tensor(), &plan.spans, k)?,
+            IndexKeySource::Owner => {
+                self.score(&query, cache.index_k()?.tensor(), &plan.spans, k)?
+            }
             IndexKeySource::PerToken(keys) => score_per_token(keys, cache, plan, |run| {
                 self.score(&query.narrow(run.tokens)?, run.keys, &run.spans, k)
             })?,
@@ -117,19 +123,32 @@ impl Indexer {
     /// One pass over `keys`: the selection and, from the layer that publishes them, the candidates.
     fn score(
         &self,
-        IndexQuery { q, weights, candidates }: &IndexQuery,
+        IndexQuery {
+            q,
+            weights,
+            candidates,
+        }: &IndexQuery,
         keys: &Tensor,
         spans: &[IndexSpan],
         k: usize,
     ) -> Result<Scored> {
         if self.candidates != CandidateRole::Publish {
             let topk = ops::index_topk(q, weights, keys, spans, k, candidates.as_ref())?;
-            return Ok(Scored { topk, candidates: None });
+            return Ok(Scored {
+                topk,
+                candidates: None,
+            });
         }
-        let (blocks, size) = (self.cfg.candidate_topk_blocks, self.cfg.candidate_block_size);
+        let (blocks, size) = (
+            self.cfg.candidate_topk_blocks,
+            self.cfg.candidate_block_size,
+        );
         let (topk, candidates) =
             ops::index_topk_with_candidates(q, weights, keys, spans, k, blocks, size)?;
-        Ok(Scored { topk, candidates: Some(candidates) })
+        Ok(Scored {
+            topk,
+            candidates: Some(candidates),
+        })
     }
 }
 
@@ -146,10 +165,17 @@ impl IndexQuery {
     fn narrow(&self, tokens: Range<usize>) -> Result<Self> {
         let rows = |xs: &Tensor| xs.narrow(0, tokens.start, tokens.len());
         let candidates = match &self.candidates {
-            Some(all) => Some(CandidateBlocks { block: all.block, ids: rows(&all.ids)? }),
+            Some(all) => Some(CandidateBlocks {
+                block: all.block,
+                ids: rows(&all.ids)?,
+            }),
             None => None,
         };
-        Ok(Self { q: rows(&self.q)?, weights: rows(&self.weights)?, candidates })
+        Ok(Self {
+            q: rows(&self.q)?,
+            weights: rows(&self.weights)?,
+            candidates,
+        })
     }
 }
 
@@ -160,7 +186,10 @@ fn scale_bf16(xs: &Tensor, factor: f32) -> Result<Tensor> {
     if xs.device().is_cpu() {
         return Ok(xs.apply_op1_no_bwd(&ScaleBf16 { factor })?);
     }
-    Ok(xs.to_dtype(DType::F32)?.affine(f64::from(factor), 0.0)?.to_dtype(DType::BF16)?)
+    Ok(xs
+        .to_dtype(DType::F32)?
+        .affine(f64::from(factor), 0.0)?
+        .to_dtype(DType::BF16)?)
 }
 
 struct ScaleBf16 {
@@ -174,7 +203,10 @@ impl CustomOp1 for ScaleBf16 {
 
     fn cpu_fwd(&self, s: &CpuStorage, l: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
         let xs = cpu::contiguous::<bf16>(s, l, self.name())?;
-        let out = xs.iter().map(|x| bf16::from_f32(x.to_f32() * self.factor)).collect();
+        let out = xs
+            .iter()
+            .map(|x| bf16::from_f32(x.to_f32() * self.factor))
+            .collect();
         Ok((CpuStorage::BF16(out), l.shape().clone()))
     }
 }
@@ -188,10 +220,18 @@ mod tests {
     /// 0.1 is not a bf16 number, and neither is the release's 0.015625 * sqrt(2).
     #[test]
     fn weight_factor_is_not_rounded_to_bf16() {
-        let xs = Tensor::from_vec(vec![bf16::from_f32(1.5), bf16::from_f32(-3.0)], 2, &Device::Cpu).unwrap();
+        let xs = Tensor::from_vec(
+            vec![bf16::from_f32(1.5), bf16::from_f32(-3.0)],
+            2,
+            &Device::Cpu,
+        )
+        .unwrap();
         let ys = scale_bf16(&xs, 0.1).unwrap().to_vec1::<bf16>().unwrap();
         assert_eq!(ys, [bf16::from_f32(1.5 * 0.1), bf16::from_f32(-3.0 * 0.1)]);
-        let slow = (xs.to_dtype(DType::F32).unwrap() * 0.1).unwrap().to_dtype(DType::BF16).unwrap();
+        let slow = (xs.to_dtype(DType::F32).unwrap() * 0.1)
+            .unwrap()
+            .to_dtype(DType::BF16)
+            .unwrap();
         assert_eq!(ys, slow.to_vec1::<bf16>().unwrap());
     }
 }

@@ -33,7 +33,10 @@ impl RowCodec {
     pub fn new(quant: RowQuant, dim: usize) -> Result<Self> {
         if dim == 0 || !dim.is_multiple_of(quant.group()) {
             let group = quant.group();
-            return Err(Error::shape("pack", format!("rows of {dim} in groups of {group}")));
+            return Err(Error::shape(
+                "pack",
+                format!("rows of {dim} in groups of {group}"),
+            ));
         }
         Ok(Self { quant, dim })
     }
@@ -72,11 +75,16 @@ impl RowCodec {
         let group = self.quant.group();
         let (codes, scales) = out.split_at_mut(self.code_bytes());
         let width = self.code_bytes() / (self.dim / group);
-        for ((xs, codes), scale) in
-            row.chunks_exact(group).zip(codes.chunks_exact_mut(width)).zip(scales)
+        for ((xs, codes), scale) in row
+            .chunks_exact(group)
+            .zip(codes.chunks_exact_mut(width))
+            .zip(scales)
         {
             *scale = self.encode_group(xs, codes).ok_or_else(|| {
-                Error::value("packed row", format!("{:?} has no exact {:?} form", xs, self.quant))
+                Error::value(
+                    "packed row",
+                    format!("{:?} has no exact {:?} form", xs, self.quant),
+                )
             })?;
         }
         Ok(())
@@ -96,20 +104,20 @@ impl RowCodec {
                 (value * scale == x.to_f32()).then_some(code)
             };
             match self.quant {
-                RowQuant::Window => xs.iter().zip(codes.iter_mut()).all(|(x, out)| {
-                    exact(x).map(|code| *out = code).is_some()
-                }),
-                RowQuant::Compressed | RowQuant::Index => {
-                    xs.chunks_exact(2).zip(codes.iter_mut()).all(|(pair, out)| {
-                        match (exact(&pair[0]), exact(&pair[1])) {
-                            (Some(low), Some(high)) => {
-                                *out = e2m1::pack(low, high);
-                                true
-                            }
-                            _ => false,
+                RowQuant::Window => xs
+                    .iter()
+                    .zip(codes.iter_mut())
+                    .all(|(x, out)| exact(x).map(|code| *out = code).is_some()),
+                RowQuant::Compressed | RowQuant::Index => xs
+                    .chunks_exact(2)
+                    .zip(codes.iter_mut())
+                    .all(|(pair, out)| match (exact(&pair[0]), exact(&pair[1])) {
+                        (Some(low), Some(high)) => {
+                            *out = e2m1::pack(low, high);
+                            true
                         }
-                    })
-                }
+                        _ => false,
+                    }),
             }
         })
     }
@@ -200,7 +208,9 @@ impl RowCodec {
     pub(crate) fn check(&self, bytes: &[u8]) -> Result<()> {
         let nan = |code: &u8| code & 0x7f == e4m3::NAN;
         let bad = self.quant == RowQuant::Window
-            && bytes.chunks_exact(self.row_bytes()).any(|row| row[..self.dim].iter().any(nan));
+            && bytes
+                .chunks_exact(self.row_bytes())
+                .any(|row| row[..self.dim].iter().any(nan));
         match bad {
             false => Ok(()),
             true => Err(Error::value("packed row", "a code that is not a number")),
@@ -215,7 +225,11 @@ fn e4m3_value(code: u8) -> f32 {
     let code = u32::from(code);
     let x = f32::from_bits(((code & 0x7f) << 20) + ((127 - 7) << 23));
     // Without the implicit one of exponent 0: 2^-6 * fraction.
-    let x = if code & 0x78 == 0 { 2.0 * x - 0.015625 } else { x };
+    let x = if code & 0x78 == 0 {
+        2.0 * x - 0.015625
+    } else {
+        x
+    };
     f32::from_bits(x.to_bits() | (code & 0x80) << 24)
 }
 
@@ -246,7 +260,12 @@ pub fn pack_rows(rows: &Tensor, codec: RowCodec) -> Result<Tensor> {
     if dim != codec.dim || rows.dtype() != DType::BF16 {
         return Err(Error::shape(
             "pack_rows",
-            format!("expected [n, {}] bf16, found {:?} {:?}", codec.dim, rows.shape(), rows.dtype()),
+            format!(
+                "expected [n, {}] bf16, found {:?} {:?}",
+                codec.dim,
+                rows.shape(),
+                rows.dtype()
+            ),
         ));
     }
     Ok(rows.contiguous()?.apply_op1_no_bwd(&Pack(codec))?)
@@ -284,7 +303,9 @@ impl CustomOp1 for Pack {
         let (n, bytes) = (l.dims()[0], self.0.row_bytes());
         let mut out = vec![0u8; n * bytes];
         let row = |(out, row): (&mut [u8], &[bf16])| self.0.encode(row, out);
-        let pairs = out.chunks_exact_mut(bytes).zip(rows.chunks_exact(self.0.dim));
+        let pairs = out
+            .chunks_exact_mut(bytes)
+            .zip(rows.chunks_exact(self.0.dim));
         if cpu::should_parallelise(rows.len() * 16) {
             let pairs: Vec<_> = pairs.collect();
             pairs.into_par_iter().try_for_each(row)?;
@@ -306,7 +327,9 @@ impl CustomOp1 for Unpack {
         let bytes = cpu::contiguous::<u8>(s, l, self.name())?;
         let (n, dim) = (l.dims()[0], self.0.dim);
         let mut out = vec![bf16::ZERO; n * dim];
-        let rows = out.chunks_exact_mut(dim).zip(bytes.chunks_exact(self.0.row_bytes()));
+        let rows = out
+            .chunks_exact_mut(dim)
+            .zip(bytes.chunks_exact(self.0.row_bytes()));
         rows.for_each(|(out, row)| self.0.decode(row, out));
         Ok((CpuStorage::BF16(out), Shape::from((n, dim))))
     }
@@ -320,10 +343,18 @@ mod tests {
     fn values_without_tables_are_those_of_the_tables() {
         for code in 0..=255u8 {
             if code & 0x7f != e4m3::NAN {
-                assert_eq!(e4m3_value(code).to_bits(), e4m3::decode(code).to_bits(), "{code:#x}");
+                assert_eq!(
+                    e4m3_value(code).to_bits(),
+                    e4m3::decode(code).to_bits(),
+                    "{code:#x}"
+                );
             }
             let code = code & 15;
-            assert_eq!(e2m1_value(code).to_bits(), e2m1::decode(code).to_bits(), "{code:#x}");
+            assert_eq!(
+                e2m1_value(code).to_bits(),
+                e2m1::decode(code).to_bits(),
+                "{code:#x}"
+            );
         }
     }
 }

@@ -158,7 +158,9 @@ impl AttnPlan {
         self.compress
             .iter()
             .find(|plan| plan.ratio == ratio)
-            .ok_or(Error::MissingSource { what: "the step's plan for this compression ratio" })
+            .ok_or(Error::MissingSource {
+                what: "the step's plan for this compression ratio",
+            })
     }
 }
 
@@ -177,7 +179,10 @@ pub(crate) fn check_chunks(chunks: &[ChunkSpec], geometry: &CacheGeometry) -> Re
         if chunks[..i].iter().any(|other| other.slot == chunk.slot) {
             return Err(Error::value(
                 "chunks of a step",
-                format!("slot {} takes part twice; its tokens belong in one chunk", chunk.slot),
+                format!(
+                    "slot {} takes part twice; its tokens belong in one chunk",
+                    chunk.slot
+                ),
             ));
         }
         total += chunk.len as usize;
@@ -225,7 +230,10 @@ impl CompressPlan {
         device: &Device,
     ) -> Result<Self> {
         if ratio == 0 {
-            return Err(Error::config("compress_ratios", "a ratio of 0 has no compressed rows"));
+            return Err(Error::config(
+                "compress_ratios",
+                "a ratio of 0 has no compressed rows",
+            ));
         }
         let r = ratio as u32;
         let (mut group_src, mut group_pos) = (Vec::new(), Vec::new());
@@ -244,9 +252,10 @@ impl CompressPlan {
             }
             push_ring_slots(&mut pending_slots, chunk, &pending)?;
             let base = rows.rows().start;
-            spans.extend(
-                chunk.positions().map(|pos| IndexSpan { base, visible: visible_rows(pos, r) }),
-            );
+            spans.extend(chunk.positions().map(|pos| IndexSpan {
+                base,
+                visible: visible_rows(pos, r),
+            }));
             first += chunk.len;
         }
         Ok(Self {
@@ -280,7 +289,11 @@ fn group_row(pos: u32, chunk: &ChunkSpec, first: u32, pending: &SlotMap) -> Resu
 pub(crate) fn push_ring_slots(out: &mut Vec<i32>, chunk: &ChunkSpec, map: &SlotMap) -> Result<()> {
     let kept = kept_positions(chunk, map.capacity());
     for pos in chunk.positions() {
-        out.push(if kept.contains(&pos) { map.row(pos)? as i32 } else { -1 });
+        out.push(if kept.contains(&pos) {
+            map.row(pos)? as i32
+        } else {
+            -1
+        });
     }
     Ok(())
 }
@@ -314,7 +327,11 @@ impl RaggedRows {
     /// As wide as the longest row, `-1` after the end of the others.
     pub(crate) fn into_tensor(self, device: &Device) -> Result<Tensor> {
         let starts = || std::iter::once(0).chain(self.ends.iter().copied());
-        let width = starts().zip(&self.ends).map(|(start, end)| end - start).max().unwrap_or(0);
+        let width = starts()
+            .zip(&self.ends)
+            .map(|(start, end)| end - start)
+            .max()
+            .unwrap_or(0);
         let tokens = self.ends.len();
         let mut out = vec![-1; tokens * width];
         for (token, (start, &end)) in starts().zip(&self.ends).enumerate() {

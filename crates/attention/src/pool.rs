@@ -54,7 +54,11 @@ impl KvPool {
                 Tensor::zeros((rows, codec.row_bytes()), DType::U8, device)?
             }
         };
-        Ok(Self { data, format, codec })
+        Ok(Self {
+            data,
+            format,
+            codec,
+        })
     }
 
     /// Physical rows.
@@ -143,7 +147,11 @@ impl KvPool {
 fn checked_len(rows: usize, width: usize) -> Result<usize> {
     rows.checked_mul(width)
         .filter(|len| *len <= isize::MAX as usize / 4)
-        .ok_or(Error::Capacity { what: "rows of a cache", needed: rows, available: 0 })
+        .ok_or(Error::Capacity {
+            what: "rows of a cache",
+            needed: rows,
+            available: 0,
+        })
 }
 
 /// `[rows, dim]` zeros whose pages the operating system supplies at first touch.
@@ -159,7 +167,9 @@ fn lazy_zeros_bf16(rows: usize, dim: usize, device: &Device) -> Result<Tensor> {
 
 pub(crate) fn read_rows(pool: &Tensor, range: Range<u32>) -> Result<Tensor> {
     let len = range.end.saturating_sub(range.start) as usize;
-    Ok(pool.narrow(0, range.start as usize, len)?.force_contiguous()?)
+    Ok(pool
+        .narrow(0, range.start as usize, len)?
+        .force_contiguous()?)
 }
 
 pub(crate) fn gather_rows(pool: &Tensor, rows: Vec<u32>) -> Result<Tensor> {

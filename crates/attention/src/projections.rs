@@ -6,9 +6,7 @@ use candle_core::Tensor;
 use deepseek_v41_core::{
     Comm, Error, Result, RmsNorm, RopeTable, Shard, StoredDtype, VarBuilder, apply_rope,
 };
-use deepseek_v41_quant::{
-    ColumnParallelLinear, GroupedLinear, Linear, RowParallelLinear,
-};
+use deepseek_v41_quant::{ColumnParallelLinear, GroupedLinear, Linear, RowParallelLinear};
 
 use crate::config::AttentionConfig;
 use crate::rows::{RowQuant, finish_rows};
@@ -32,7 +30,14 @@ pub(crate) struct Projections {
 
 impl Projections {
     pub(crate) fn new(cfg: &AttentionConfig, comm: Arc<dyn Comm>, vb: VarBuilder) -> Result<Self> {
-        let AttentionConfig { dim, n_heads, q_lora_rank, head_dim, linear_format, .. } = *cfg;
+        let AttentionConfig {
+            dim,
+            n_heads,
+            q_lora_rank,
+            head_dim,
+            linear_format,
+            ..
+        } = *cfg;
         let ranks = comm.world_size();
         if !cfg.o_groups.is_multiple_of(ranks) {
             return Err(Error::config(
@@ -40,7 +45,11 @@ impl Projections {
                 format!("{} groups cannot be split over {ranks} ranks", cfg.o_groups),
             ));
         }
-        let shard = Shard { dim: 0, rank: comm.rank(), world_size: ranks };
+        let shard = Shard {
+            dim: 0,
+            rank: comm.rank(),
+            world_size: ranks,
+        };
         let sink = vb.raw_sharded("attn_sink", &[StoredDtype::F32], &[n_heads], shard)?;
         let o_in = n_heads * head_dim / cfg.o_groups;
         let o_mid = cfg.o_groups * cfg.o_lora_rank;
@@ -75,7 +84,10 @@ impl Projections {
     /// `xs: [T, dim]` → the query latent `[T, q_lora_rank]` and the rotated heads `[T, H, head_dim]`.
     pub(crate) fn queries(&self, xs: &Tensor, table: &RopeTable) -> Result<(Tensor, Tensor)> {
         let qr = self.q_norm.forward(&self.wq_a.forward(xs)?)?;
-        let q = self.wq_b.forward(&qr)?.reshape((xs.dims()[0], self.heads, self.head_dim))?;
+        let q = self
+            .wq_b
+            .forward(&qr)?
+            .reshape((xs.dims()[0], self.heads, self.head_dim))?;
         let q = apply_rope(&q, table, false)?;
         Ok((qr, q))
     }
@@ -83,7 +95,12 @@ impl Projections {
     /// `xs: [T, dim]` → window KV rows `[T, head_dim]`, rounded as the cache keeps them.
     pub(crate) fn kv_rows(&self, xs: &Tensor, table: &RopeTable) -> Result<Tensor> {
         // The whole vector is rounded, its rotated tail included.
-        finish_rows(&self.wkv.forward(xs)?, Some(&self.kv_norm), table, RowQuant::Window)
+        finish_rows(
+            &self.wkv.forward(xs)?,
+            Some(&self.kv_norm),
+            table,
+            RowQuant::Window,
+        )
     }
 
     /// Attention's result `o: [T, H, head_dim]` → `[T, dim]`.

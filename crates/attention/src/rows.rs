@@ -1,8 +1,8 @@
 //! The last steps of every row that is cached or scored: norm, rotation and rounding in one pass.
 
 use candle_core::{CpuStorage, CustomOp3, Layout, Shape, Storage, Tensor};
-use deepseek_v41_core::{Error, Result, RmsNorm, RopeTable, apply_rope, apply_rope_ref, cpu};
 use deepseek_v41_core::rms_norm_ref;
+use deepseek_v41_core::{Error, Result, RmsNorm, RopeTable, apply_rope, apply_rope_ref, cpu};
 use deepseek_v41_quant::{
     ScaleFormat, fake_quant_fp4, fake_quant_fp4_slice, fake_quant_fp8, fake_quant_fp8_slice,
 };
@@ -65,7 +65,10 @@ pub fn finish_rows(
     if !xs.device().is_cpu() {
         return finish_rows_unfused(&xs, norm, table, quant);
     }
-    let op = FinishRows { norm: norm.map(|n| (n.weight().clone(), n.eps())), quant };
+    let op = FinishRows {
+        norm: norm.map(|n| (n.weight().clone(), n.eps())),
+        quant,
+    };
     Ok(xs.apply_op3_no_bwd(&table.cos, &table.sin, &op)?)
 }
 
@@ -155,7 +158,10 @@ impl CustomOp3 for FinishRows {
         let mut out = cpu::contiguous::<bf16>(s1, l1, self.name())?.to_vec();
         let cos = cpu::contiguous::<f32>(s2, l2, self.name())?;
         let sin = cpu::contiguous::<f32>(s3, l3, self.name())?;
-        let guard = self.norm.as_ref().map(|(weight, eps)| (weight.storage_and_layout(), *eps));
+        let guard = self
+            .norm
+            .as_ref()
+            .map(|(weight, eps)| (weight.storage_and_layout(), *eps));
         let norm = match &guard {
             None => None,
             Some(((storage, layout), eps)) => match &**storage {
@@ -172,7 +178,13 @@ impl CustomOp3 for FinishRows {
             wide.resize(width, 0.0);
             let at = t * half..(t + 1) * half;
             for row in rows.chunks_exact_mut(width) {
-                finish_row(row, wide, norm, (&cos[at.clone()], &sin[at.clone()]), self.quant);
+                finish_row(
+                    row,
+                    wide,
+                    norm,
+                    (&cos[at.clone()], &sin[at.clone()]),
+                    self.quant,
+                );
             }
         };
         if heads > 0 && cpu::should_parallelise(out.len() * 24) {

@@ -31,7 +31,9 @@ impl SharedAttentionRuntime {
     /// # Errors
     /// [`Error::MissingSource`] if no indexer ran in this pass.
     pub fn topk(&self) -> Result<&TopkIdxs> {
-        self.topk.as_ref().ok_or(Error::MissingSource { what: "a selection of compressed rows" })
+        self.topk.as_ref().ok_or(Error::MissingSource {
+            what: "a selection of compressed rows",
+        })
     }
 
     /// The candidate blocks published last.
@@ -39,7 +41,9 @@ impl SharedAttentionRuntime {
     /// # Errors
     /// [`Error::MissingSource`] if no layer published any in this pass.
     pub fn candidates(&self) -> Result<&CandidateBlocks> {
-        self.candidates.as_ref().ok_or(Error::MissingSource { what: "candidate blocks" })
+        self.candidates.as_ref().ok_or(Error::MissingSource {
+            what: "candidate blocks",
+        })
     }
 
     /// Publishes an indexer's selection, or the one to replay in its place.
@@ -72,7 +76,10 @@ impl RopeTables {
     /// Moving the tables to `device` fails.
     pub fn new(plan: &AttnPlan, window: &Rope, compressed: &Rope, device: &Device) -> Result<Self> {
         let groups = plan.compress.iter().map(|at_ratio| {
-            Ok((at_ratio.ratio, compressed.table(&at_ratio.group_pos, device)?))
+            Ok((
+                at_ratio.ratio,
+                compressed.table(&at_ratio.group_pos, device)?,
+            ))
         });
         Ok(Self {
             window: window.table(&plan.positions, device)?,
@@ -89,6 +96,8 @@ impl RopeTables {
         self.groups
             .iter()
             .find_map(|(r, table)| (*r == ratio).then_some(table))
-            .ok_or(Error::MissingSource { what: "rotations of groups at this ratio" })
+            .ok_or(Error::MissingSource {
+                what: "rotations of groups at this ratio",
+            })
     }
 }

@@ -74,33 +74,44 @@ impl CacheGeometry {
     /// # Errors
     /// [`Error::Config`] for zeros, or when a pool has more rows than a row number (i32) can name.
     pub fn validate(&self, ratios: &[usize]) -> Result<()> {
-        let fields =
-            [("window_size", self.window), ("max_seqs", self.max_seqs), ("max_len", self.max_len)];
+        let fields = [
+            ("window_size", self.window),
+            ("max_seqs", self.max_seqs),
+            ("max_len", self.max_len),
+        ];
         for (field, value) in fields {
             if value == 0 {
                 return Err(Error::config(field, "expected at least 1, found 0"));
             }
         }
         if ratios.contains(&0) {
-            return Err(Error::config("compress_ratios", "a ratio of 0 has no compressed rows"));
+            return Err(Error::config(
+                "compress_ratios",
+                "a ratio of 0 has no compressed rows",
+            ));
         }
         // Room for the rounding below: no intermediate of these methods can then overflow.
         let limit = i32::MAX as usize / 2;
         let widest_ratio = ratios.iter().copied().max().unwrap_or(1);
         let rows = [
             self.window.checked_add(self.max_rollback),
-            widest_ratio.checked_mul(2).and_then(|r| r.checked_add(self.max_rollback)),
+            widest_ratio
+                .checked_mul(2)
+                .and_then(|r| r.checked_add(self.max_rollback)),
             Some(self.max_len),
         ];
         let fits = rows.into_iter().all(|rows| {
-            rows.and_then(|rows| rows.checked_mul(self.max_seqs)).is_some_and(|n| n <= limit)
+            rows.and_then(|rows| rows.checked_mul(self.max_seqs))
+                .is_some_and(|n| n <= limit)
         });
         if fits {
             Ok(())
         } else {
             Err(Error::config(
                 "max_len",
-                format!("{self:?} needs pools of more than {limit} rows, which cannot be addressed"),
+                format!(
+                    "{self:?} needs pools of more than {limit} rows, which cannot be addressed"
+                ),
             ))
         }
     }
@@ -127,19 +138,28 @@ impl CacheGeometry {
     /// Where positions of sequence slot `slot` lie in a window pool.
     pub fn ring(&self, slot: u32) -> SlotMap {
         let capacity = self.ring_capacity() as u32;
-        SlotMap::Ring { base: slot * capacity, capacity }
+        SlotMap::Ring {
+            base: slot * capacity,
+            capacity,
+        }
     }
 
     /// Where positions of `slot` lie in the pool of open-group entries at `ratio`.
     pub fn pending(&self, slot: u32, ratio: usize) -> SlotMap {
         let capacity = self.pending_capacity(ratio) as u32;
-        SlotMap::Ring { base: slot * capacity, capacity }
+        SlotMap::Ring {
+            base: slot * capacity,
+            capacity,
+        }
     }
 
     /// Where compressed rows of `slot` lie in a compressed pool at `ratio`.
     pub fn compressed(&self, slot: u32, ratio: usize) -> SlotMap {
         let capacity = self.compressed_capacity(ratio) as u32;
-        SlotMap::Linear { base: slot * capacity, capacity }
+        SlotMap::Linear {
+            base: slot * capacity,
+            capacity,
+        }
     }
 
     /// Refuses a slot outside of `0..max_seqs`.

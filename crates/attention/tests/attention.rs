@@ -1,11 +1,17 @@
 //! One layer against the official code, and its own equalities, bit for bit.
+#![allow(
+    clippy::unwrap_used,
+    clippy::print_stdout,
+    reason = "tests: a panic is the report, and the margins are worth reading"
+)]
 
 mod common;
 
 use candle_core::Tensor;
 use common::{CPU, Rig, bits, chunk, geometry, input, odd_config, random_weights};
 use deepseek_v41_attention::{
-    AttentionConfig, CandidateRole, IndexConfig, IndexRole, KvFormat, LayerRole, SharedAttentionRuntime,
+    AttentionConfig, CandidateRole, IndexConfig, IndexRole, KvFormat, LayerRole,
+    SharedAttentionRuntime,
 };
 use deepseek_v41_core::Error;
 use deepseek_v41_quant::WeightFormat;
@@ -55,15 +61,19 @@ fn floats(rows: &[bf16]) -> Vec<f32> {
 fn golden_layer_with_its_caches() {
     let golden = Golden::open("ops_attention");
     // (case, ratio, topk, prefill)
-    for (case, ratio, topk, prefill) in
-        [("attention_0", 2, 6, 21), ("attention_1", 1, 7, 19), ("attention_2", 2, 6, 1)]
-    {
+    for (case, ratio, topk, prefill) in [
+        ("attention_0", 2, 6, 21),
+        ("attention_1", 1, 7, 19),
+        ("attention_2", 2, 6, 1),
+    ] {
         let x = golden.tensor(&format!("{case}.x"));
         let (batch, len, dim) = x.dims3().unwrap();
         let cfg = golden_config(ratio, topk);
         let g = geometry(8, 0, 64, batch);
         let mut weights = golden.subtree(case);
-        weights.retain(|name, _| name.ends_with("weight") || name.ends_with("scale") || name == "attn_sink");
+        weights.retain(|name, _| {
+            name.ends_with("weight") || name.ends_with("scale") || name == "attn_sink"
+        });
         let mut rig = Rig::with_weights(&cfg, g, weights);
 
         let mut got = vec![Vec::new(); batch];
@@ -72,8 +82,11 @@ fn golden_layer_with_its_caches() {
             let want = golden.i64(&key);
             let width = *golden.shape(&key).last().unwrap();
             for (got, want) in got.iter().zip(want.chunks(width)) {
-                let want: Vec<i32> =
-                    want.iter().filter(|&&i| i >= 0).map(|&i| (i - offset) as i32).collect();
+                let want: Vec<i32> = want
+                    .iter()
+                    .filter(|&&i| i >= 0)
+                    .map(|&i| (i - offset) as i32)
+                    .collect();
                 assert_eq!(got.len(), want.len(), "{key}");
                 same += got.iter().filter(|i| want.contains(i)).count();
                 all += want.len();
@@ -82,15 +95,25 @@ fn golden_layer_with_its_caches() {
         let steps = std::iter::once((0, prefill)).chain((prefill..len).map(|p| (p, 1)));
         let mut seen = 0;
         for (start, n) in steps {
-            let specs: Vec<_> = (0..batch as u32).map(|b| chunk(b, start as u32, n as u32)).collect();
-            let xs = x.narrow(1, start, n).unwrap().reshape((batch * n, dim)).unwrap();
+            let specs: Vec<_> = (0..batch as u32)
+                .map(|b| chunk(b, start as u32, n as u32))
+                .collect();
+            let xs = x
+                .narrow(1, start, n)
+                .unwrap()
+                .reshape((batch * n, dim))
+                .unwrap();
             let y = bits(&rig.step(&specs, &xs));
             for (b, y) in y.chunks(n * dim).enumerate() {
                 got[b].extend_from_slice(y);
             }
             let slots: Vec<u32> = (0..batch * n).map(|i| (i / n) as u32).collect();
             if start == 0 && golden.contains(&format!("{case}.prefill_idx")) {
-                compare(rig.selected(&slots), format!("{case}.prefill_idx"), n as i64);
+                compare(
+                    rig.selected(&slots),
+                    format!("{case}.prefill_idx"),
+                    n as i64,
+                );
             } else if start > 0 && (start + 1) / ratio > 0 {
                 compare(rig.selected(&slots), format!("{case}.step_idx.{seen}"), 8);
                 seen += 1;
@@ -103,11 +126,16 @@ fn golden_layer_with_its_caches() {
 
         let source = rig.source.as_ref().unwrap();
         let groups = (len / ratio) as u32;
-        let read = |pool: &deepseek_v41_attention::KvPool, map: deepseek_v41_attention::SlotMap, n| {
-            let base = map.rows().start;
-            floats(&bits(&pool.read(base..base + n).unwrap()))
-        };
-        for (name, part) in [("window_cache", 0), ("compress_cache", 1), ("index_cache", 2)] {
+        let read =
+            |pool: &deepseek_v41_attention::KvPool, map: deepseek_v41_attention::SlotMap, n| {
+                let base = map.rows().start;
+                floats(&bits(&pool.read(base..base + n).unwrap()))
+            };
+        for (name, part) in [
+            ("window_cache", 0),
+            ("compress_cache", 1),
+            ("index_cache", 2),
+        ] {
             let want = golden.f32(&format!("{case}.{name}"));
             let got: Vec<f32> = (0..batch as u32)
                 .flat_map(|b| match part {
@@ -119,9 +147,15 @@ fn golden_layer_with_its_caches() {
             assert_eq!(got.len(), want.len());
             let flips = got.iter().zip(&want).filter(|(a, b)| a != b).count();
             println!("{case}: {name} {flips} of {} entries differ", want.len());
-            assert!(flips as f64 <= CACHE_FLIPS * want.len() as f64, "{case}: {name} {flips}");
+            assert!(
+                flips as f64 <= CACHE_FLIPS * want.len() as f64,
+                "{case}: {name} {flips}"
+            );
             let near = |(a, b): (&f32, &f32)| (a - b).abs() <= 0.34 * a.abs().max(b.abs()).max(0.1);
-            assert!(got.iter().zip(&want).all(near), "{case}: {name} is more than a step off");
+            assert!(
+                got.iter().zip(&want).all(near),
+                "{case}: {name} is more than a step off"
+            );
         }
     }
 }
@@ -276,7 +310,10 @@ fn empty_chunks_change_nothing() {
     rig.feed(0, 0, &xs, &[6]);
     let before = bits(rig.window.kv().tensor());
     let empty = Tensor::zeros((0, cfg.dim), candle_core::DType::BF16, &CPU).unwrap();
-    assert_eq!(rig.step(&[chunk(0, 6, 0), chunk(1, 0, 0)], &empty).dims(), [0, cfg.dim]);
+    assert_eq!(
+        rig.step(&[chunk(0, 6, 0), chunk(1, 0, 0)], &empty).dims(),
+        [0, cfg.dim]
+    );
     assert_eq!(rig.step(&[], &empty).dims(), [0, cfg.dim]);
     assert_bits_eq(&bits(rig.window.kv().tensor()), &before);
 }
@@ -299,7 +336,11 @@ fn zero_input_stays_finite() {
         let cfg = odd_config(ratio);
         let mut rig = Rig::new(&cfg, geometry(7, 0, 16, 1), 1);
         let zeros = Tensor::zeros((5, cfg.dim), candle_core::DType::BF16, &CPU).unwrap();
-        assert!(rig.feed(0, 0, &zeros, &[2, 1]).iter().all(|v| *v == bf16::ZERO));
+        assert!(
+            rig.feed(0, 0, &zeros, &[2, 1])
+                .iter()
+                .all(|v| *v == bf16::ZERO)
+        );
     }
 }
 
@@ -308,12 +349,19 @@ fn reading_before_publishing_is_an_error() {
     let mut cfg = odd_config(2);
     let weights = random_weights(&cfg, 1);
     // A reader of another layer's cache and selection, alone.
-    cfg.role = LayerRole::Compressed { ratio: 2, owns_kv: false, index: IndexRole::Reuse };
+    cfg.role = LayerRole::Compressed {
+        ratio: 2,
+        owns_kv: false,
+        index: IndexRole::Reuse,
+    };
     cfg.owns_index_k = false;
     let mut rig = Rig::with_weights(&cfg, geometry(7, 0, 16, 1), weights.clone());
     let xs = input(3, cfg.dim, 1);
     let missing = rig.try_step(&[chunk(0, 0, 3)], &xs);
-    assert!(matches!(missing, Err(Error::MissingSource { .. })), "{missing:?}");
+    assert!(
+        matches!(missing, Err(Error::MissingSource { .. })),
+        "{missing:?}"
+    );
     // An indexer that looks inside candidate blocks that nobody published.
     cfg = odd_config(2);
     cfg.role = LayerRole::Compressed {
@@ -323,11 +371,19 @@ fn reading_before_publishing_is_an_error() {
     };
     let mut rig = Rig::with_weights(&cfg, geometry(7, 0, 16, 1), weights.clone());
     let missing = rig.try_step(&[chunk(0, 0, 3)], &xs);
-    assert!(matches!(missing, Err(Error::MissingSource { what: "candidate blocks" })));
+    assert!(matches!(
+        missing,
+        Err(Error::MissingSource {
+            what: "candidate blocks"
+        })
+    ));
     // A source without its own cache.
     let mut rig = Rig::with_weights(&odd_config(2), geometry(7, 0, 16, 1), weights);
     rig.source = None;
-    assert!(matches!(rig.try_step(&[chunk(0, 0, 3)], &xs), Err(Error::MissingSource { .. })));
+    assert!(matches!(
+        rig.try_step(&[chunk(0, 0, 3)], &xs),
+        Err(Error::MissingSource { .. })
+    ));
     assert!(SharedAttentionRuntime::new().topk().is_err());
 }
 
@@ -354,20 +410,32 @@ fn impossible_configs_name_the_field() {
     assert_eq!(field(|c| c.index.head_dim = 16), "index_head_dim");
     assert_eq!(
         field(|c| {
-            c.role = LayerRole::Compressed { ratio: 0, owns_kv: true, index: IndexRole::Reuse }
+            c.role = LayerRole::Compressed {
+                ratio: 0,
+                owns_kv: true,
+                index: IndexRole::Reuse,
+            }
         }),
         "compress_ratios"
     );
     assert_eq!(
         field(|c| {
-            c.role = LayerRole::Compressed { ratio: 2, owns_kv: true, index: IndexRole::Reuse }
+            c.role = LayerRole::Compressed {
+                ratio: 2,
+                owns_kv: true,
+                index: IndexRole::Reuse,
+            }
         }),
         "kv_source_layers"
     );
     assert_eq!(
         field(|c| {
             let index = IndexRole::Run(CandidateRole::Publish);
-            c.role = LayerRole::Compressed { ratio: 2, owns_kv: true, index };
+            c.role = LayerRole::Compressed {
+                ratio: 2,
+                owns_kv: true,
+                index,
+            };
             c.index.candidate_block_size = 0;
         }),
         "candidate_block_size"

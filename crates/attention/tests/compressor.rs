@@ -1,4 +1,9 @@
 //! The compressor against the official code's latents.
+#![allow(
+    clippy::unwrap_used,
+    clippy::print_stdout,
+    reason = "tests: a panic is the report, and the margins are worth reading"
+)]
 
 mod common;
 
@@ -27,7 +32,11 @@ fn golden_prefill_then_one_by_one() {
         let x = golden.tensor(&format!("{case}.x"));
         let (batch, len, dim) = x.dims3().unwrap();
         let width = golden.shape(&format!("{case}.prefill"))[2];
-        let cfg = AttentionConfig { dim, head_dim: width, ..odd_config(ratio) };
+        let cfg = AttentionConfig {
+            dim,
+            head_dim: width,
+            ..odd_config(ratio)
+        };
         let layer = compressor(&cfg, ratio, weights);
 
         let g = geometry(8, 0, 32, batch);
@@ -37,10 +46,15 @@ fn golden_prefill_then_one_by_one() {
         let prefill = 9;
         let chunks = std::iter::once((0, prefill)).chain((prefill..len).map(|p| (p, 1)));
         for (start, n) in chunks {
-            let specs: Vec<_> =
-                (0..batch).map(|b| chunk(b as u32, start as u32, n as u32)).collect();
+            let specs: Vec<_> = (0..batch)
+                .map(|b| chunk(b as u32, start as u32, n as u32))
+                .collect();
             let plan = AttnPlan::new(&specs, &g, &[ratio], &CPU).unwrap();
-            let xs = x.narrow(1, start, n).unwrap().reshape((batch * n, dim)).unwrap();
+            let xs = x
+                .narrow(1, start, n)
+                .unwrap()
+                .reshape((batch * n, dim))
+                .unwrap();
             let plan = plan.compress(ratio).unwrap();
             if let Some(latent) = layer.forward(&xs, plan, &mut cache).unwrap() {
                 let rows = bits(&latent);
@@ -49,8 +63,10 @@ fn golden_prefill_then_one_by_one() {
                 }
             }
         }
-        let (first, later) =
-            (golden.bf16(&format!("{case}.prefill")), golden.bf16(&format!("{case}.decode")));
+        let (first, later) = (
+            golden.bf16(&format!("{case}.prefill")),
+            golden.bf16(&format!("{case}.decode")),
+        );
         for (b, got) in latents.iter().enumerate() {
             let part = |all: &[bf16]| {
                 let n = all.len() / batch;
@@ -59,7 +75,10 @@ fn golden_prefill_then_one_by_one() {
             let want = [part(&first), part(&later)].concat();
             assert_eq!(got.len(), want.len(), "{case}");
             for (i, (got, want)) in got.iter().zip(&want).enumerate() {
-                assert!(bf16_ulp_distance(*got, *want) <= 1, "{case}[{b}][{i}]: {got} vs {want}");
+                assert!(
+                    bf16_ulp_distance(*got, *want) <= 1,
+                    "{case}[{b}][{i}]: {got} vs {want}"
+                );
             }
         }
     }

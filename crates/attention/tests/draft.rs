@@ -1,4 +1,9 @@
 //! The draft layers' attention: against a composition of its parts, and its own equalities.
+#![allow(
+    clippy::unwrap_used,
+    clippy::print_stdout,
+    reason = "tests: a panic is the report, and the margins are worth reading"
+)]
 
 mod common;
 
@@ -33,7 +38,9 @@ impl Rig {
     fn new(geometry: CacheGeometry, seed: u64) -> Self {
         let cfg = odd_config(0);
         let weights = random_weights(&cfg, seed);
-        let vb = Weights::from_tensors(weights.clone()).unwrap().var_builder(&CPU);
+        let vb = Weights::from_tensors(weights.clone())
+            .unwrap()
+            .var_builder(&CPU);
         let rope = RopeConfig {
             dim: cfg.rope_head_dim,
             theta: 10000.0,
@@ -55,18 +62,35 @@ impl Rig {
     fn step(&mut self, chunks: &[DraftChunk], main_x: &Tensor, xs: &Tensor) -> Vec<bf16> {
         let plan = DraftPlan::new(chunks, BLOCK, &self.geometry, &CPU).unwrap();
         let ropes = DraftRopes::new(&plan, &self.rope, &CPU).unwrap();
-        self.attention.commit(main_x, &plan, &ropes, &mut self.cache).unwrap();
-        bits(&self.attention.forward(xs, &plan, &ropes, &self.cache).unwrap())
+        self.attention
+            .commit(main_x, &plan, &ropes, &mut self.cache)
+            .unwrap();
+        bits(
+            &self
+                .attention
+                .forward(xs, &plan, &ropes, &self.cache)
+                .unwrap(),
+        )
     }
 
     fn seed(&mut self, spec: ChunkSpec, main_x: &Tensor) {
         let none = Tensor::zeros((0, self.cfg.dim), DType::BF16, &CPU).unwrap();
-        self.step(&[DraftChunk { committed: spec, draft: false }], main_x, &none);
+        self.step(
+            &[DraftChunk {
+                committed: spec,
+                draft: false,
+            }],
+            main_x,
+            &none,
+        );
     }
 }
 
 fn drafted(slot: u32, start: u32, len: u32) -> DraftChunk {
-    DraftChunk { committed: chunk(slot, start, len), draft: true }
+    DraftChunk {
+        committed: chunk(slot, start, len),
+        draft: true,
+    }
 }
 
 /// `draftwin_W_BLOCK_START`: ring slots, then `W + row` for the rows of the block.
@@ -75,7 +99,9 @@ fn golden_draft_window() {
     let golden = Golden::open("ops_basic");
     let mut cases = 0;
     for key in golden.keys() {
-        let Some(rest) = key.strip_prefix("draftwin_") else { continue };
+        let Some(rest) = key.strip_prefix("draftwin_") else {
+            continue;
+        };
         let n: Vec<u32> = rest.split('_').map(|n| n.parse().unwrap()).collect();
         let (window, block, start) = (n[0], n[1], n[2]);
         let g = geometry(window as usize, 0, 4096, 1);
@@ -92,7 +118,10 @@ fn golden_draft_window() {
             assert_eq!(got, want.iter().copied().collect(), "{key} row {i}");
             assert_eq!(got.len(), want.len());
         }
-        assert_eq!(plan.block_positions, (start + 1..=start + block).collect::<Vec<_>>());
+        assert_eq!(
+            plan.block_positions,
+            (start + 1..=start + block).collect::<Vec<_>>()
+        );
         cases += 1;
     }
     assert!(cases >= 4, "only {cases} cases");
@@ -107,35 +136,62 @@ fn equals_the_composition_of_its_parts() {
         let (main_x, xs) = (input(len, cfg.dim, 1), input(BLOCK, cfg.dim, 2));
         let got = rig.step(&[drafted(0, 0, len as u32)], &main_x, &xs);
 
-        let vb = Weights::from_tensors(rig.weights.clone()).unwrap().var_builder(&CPU);
+        let vb = Weights::from_tensors(rig.weights.clone())
+            .unwrap()
+            .var_builder(&CPU);
         let linear = |name, i, o, xs: &Tensor| {
-            Linear::new(i, o, cfg.linear_format, vb.pp(name)).unwrap().forward(xs).unwrap()
+            Linear::new(i, o, cfg.linear_format, vb.pp(name))
+                .unwrap()
+                .forward(xs)
+                .unwrap()
         };
         let norm = |name, width, xs: Tensor| {
-            RmsNorm::new(width, cfg.norm_eps, vb.pp(name)).unwrap().forward(&xs).unwrap()
+            RmsNorm::new(width, cfg.norm_eps, vb.pp(name))
+                .unwrap()
+                .forward(&xs)
+                .unwrap()
         };
         let kv = |xs: &Tensor, first: usize| {
             let positions: Vec<u32> = (first..first + xs.dims()[0]).map(|p| p as u32).collect();
             let table = rig.rope.table(&positions, &CPU).unwrap();
-            let kv = norm("kv_norm", cfg.head_dim, linear("wkv", cfg.dim, cfg.head_dim, xs));
+            let kv = norm(
+                "kv_norm",
+                cfg.head_dim,
+                linear("wkv", cfg.dim, cfg.head_dim, xs),
+            );
             fake_quant_fp8(&apply_rope(&kv, &table, false).unwrap()).unwrap()
         };
         let all = Tensor::cat(&[kv(&main_x, 0), kv(&xs, len)], 0).unwrap();
-        let seen: Vec<i32> = (len.saturating_sub(7)..len + BLOCK).map(|r| r as i32).collect();
+        let seen: Vec<i32> = (len.saturating_sub(7)..len + BLOCK)
+            .map(|r| r as i32)
+            .collect();
         let idxs = Tensor::from_vec(seen.repeat(BLOCK), (BLOCK, seen.len()), &CPU).unwrap();
         let positions: Vec<u32> = (len..len + BLOCK).map(|p| p as u32).collect();
         let table = rig.rope.table(&positions, &CPU).unwrap();
-        let qr = norm("q_norm", cfg.q_lora_rank, linear("wq_a", cfg.dim, cfg.q_lora_rank, &xs));
+        let qr = norm(
+            "q_norm",
+            cfg.q_lora_rank,
+            linear("wq_a", cfg.dim, cfg.q_lora_rank, &xs),
+        );
         let q = linear("wq_b", cfg.q_lora_rank, cfg.n_heads * cfg.head_dim, &qr);
         let q = q.reshape((BLOCK, cfg.n_heads, cfg.head_dim)).unwrap();
         let q = apply_rope(&q, &table, false).unwrap();
-        let scope = KvScope { kv: &all, idxs: &idxs };
+        let scope = KvScope {
+            kv: &all,
+            idxs: &idxs,
+        };
         let scale = (cfg.head_dim as f64).powf(-0.5) as f32;
         let o = sparse_attn(&q, &[scope], &rig.weights["attn_sink"], scale).unwrap();
-        let o = apply_rope(&o, &table, true).unwrap().flatten_from(1).unwrap();
+        let o = apply_rope(&o, &table, true)
+            .unwrap()
+            .flatten_from(1)
+            .unwrap();
         let wo_a = GroupedLinear::new(5, cfg.head_dim, cfg.o_lora_rank, vb.pp("wo_a")).unwrap();
         let o = wo_a.forward(&o).unwrap();
-        assert_bits_eq(&got, &bits(&linear("wo_b", 5 * cfg.o_lora_rank, cfg.dim, &o)));
+        assert_bits_eq(
+            &got,
+            &bits(&linear("wo_b", 5 * cfg.o_lora_rank, cfg.dim, &o)),
+        );
     }
 }
 
@@ -192,8 +248,7 @@ fn the_first_block_row_sees_the_last() {
     let main_x = input(3, 64, 1);
     let xs = input(BLOCK, 64, 2);
     let a = rig.step(&[drafted(0, 0, 3)], &main_x, &xs);
-    let changed =
-        Tensor::cat(&[xs.narrow(0, 0, BLOCK - 1).unwrap(), input(1, 64, 3)], 0).unwrap();
+    let changed = Tensor::cat(&[xs.narrow(0, 0, BLOCK - 1).unwrap(), input(1, 64, 3)], 0).unwrap();
     let b = rig.step(&[drafted(0, 0, 3)], &main_x, &changed);
     assert_ne!(a[..64], b[..64]);
 }
@@ -218,11 +273,25 @@ fn a_block_may_pass_the_end_of_the_context() {
 fn what_cannot_be_drafted_is_refused() {
     let g = geometry(7, 0, 32, 2);
     let plan = |chunks: &[DraftChunk], block| DraftPlan::new(chunks, block, &g, &CPU);
-    assert!(matches!(plan(&[drafted(0, 0, 0)], 4), Err(Error::Value { .. })));
-    assert!(matches!(plan(&[drafted(0, 0, 1)], 0), Err(Error::Config { .. })));
-    assert!(matches!(plan(&[drafted(0, 30, 3)], 4), Err(Error::Capacity { .. })));
-    assert!(matches!(plan(&[drafted(0, 0, 1), drafted(0, 1, 1)], 4), Err(Error::Value { .. })));
+    assert!(matches!(
+        plan(&[drafted(0, 0, 0)], 4),
+        Err(Error::Value { .. })
+    ));
+    assert!(matches!(
+        plan(&[drafted(0, 0, 1)], 0),
+        Err(Error::Config { .. })
+    ));
+    assert!(matches!(
+        plan(&[drafted(0, 30, 3)], 4),
+        Err(Error::Capacity { .. })
+    ));
+    assert!(matches!(
+        plan(&[drafted(0, 0, 1), drafted(0, 1, 1)], 4),
+        Err(Error::Value { .. })
+    ));
     let cfg = odd_config(2);
-    let vb = Weights::from_tensors(random_weights(&cfg, 1)).unwrap().var_builder(&CPU);
+    let vb = Weights::from_tensors(random_weights(&cfg, 1))
+        .unwrap()
+        .var_builder(&CPU);
     assert!(DSparkAttention::new(&cfg, Arc::new(LocalComm), vb).is_err());
 }

@@ -1,4 +1,9 @@
 //! The fused last steps of a row against the three operations they stand for.
+#![allow(
+    clippy::unwrap_used,
+    clippy::print_stdout,
+    reason = "tests: a panic is the report, and the margins are worth reading"
+)]
 
 mod common;
 

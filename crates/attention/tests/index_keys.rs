@@ -1,4 +1,9 @@
 //! The official code's stale index keys: which source's are scored when, and that asking for them works.
+#![allow(
+    clippy::unwrap_used,
+    clippy::print_stdout,
+    reason = "tests: a panic is the report, and the margins are worth reading"
+)]
 
 mod common;
 
@@ -17,7 +22,11 @@ fn simulate(ratios: &[usize], prefill: u32, len: u32) -> Vec<Vec<Option<usize>>>
     for (start, end) in std::iter::once((0, prefill)).chain((prefill..len).map(|p| (p, p + 1))) {
         for (source, &r) in ratios.iter().enumerate() {
             let r = r as u32;
-            let latent = if start == 0 { end >= r } else { end.is_multiple_of(r) };
+            let latent = if start == 0 {
+                end >= r
+            } else {
+                end.is_multiple_of(r)
+            };
             if latent {
                 published = Some(source);
             }
@@ -31,13 +40,24 @@ fn simulate(ratios: &[usize], prefill: u32, len: u32) -> Vec<Vec<Option<usize>>>
 
 #[test]
 fn last_published_is_what_the_reference_holds() {
-    for ratios in [&[2, 2, 2, 1][..], &[2, 2, 1], &[1, 2], &[2, 1], &[4, 2], &[3], &[2, 4, 3]] {
+    for ratios in [
+        &[2, 2, 2, 1][..],
+        &[2, 2, 1],
+        &[1, 2],
+        &[2, 1],
+        &[4, 2],
+        &[3],
+        &[2, 4, 3],
+    ] {
         for prefill in 1..9 {
             let scored = simulate(ratios, prefill, 30);
             for (pos, scored) in scored.iter().enumerate() {
                 for (source, &want) in scored.iter().enumerate() {
                     let got = last_published(ratios, source + 1, prefill, pos as u32);
-                    assert_eq!(got, want, "{ratios:?} prefill {prefill} pos {pos} source {source}");
+                    assert_eq!(
+                        got, want,
+                        "{ratios:?} prefill {prefill} pos {pos} source {source}"
+                    );
                 }
             }
         }
@@ -47,7 +67,9 @@ fn last_published_is_what_the_reference_holds() {
 /// In the release every second decode step scores the keys of the last source.
 #[test]
 fn stale_keys_alternate() {
-    let scored: Vec<_> = (10..14).map(|pos| last_published(&[2, 2, 2, 1], 1, 10, pos)).collect();
+    let scored: Vec<_> = (10..14)
+        .map(|pos| last_published(&[2, 2, 2, 1], 1, 10, pos))
+        .collect();
     assert_eq!(scored, [Some(3), Some(0), Some(3), Some(0)]);
 }
 
@@ -75,9 +97,12 @@ impl Scoring {
         let cache = |ratio, seed| {
             let format = KvFormat::default();
             let mut cache = CompressedCache::new(g, ratio, 32, Some(32), format, &CPU).unwrap();
-            let plan = AttnPlan::new(&[chunk(0, 0, 40), chunk(1, 0, 40)], &g, &[ratio], &CPU).unwrap();
+            let plan =
+                AttnPlan::new(&[chunk(0, 0, 40), chunk(1, 0, 40)], &g, &[ratio], &CPU).unwrap();
             let plan = &plan.compress[0];
-            cache.write_index_k(&input(plan.groups(), 32, seed), plan).unwrap();
+            cache
+                .write_index_k(&input(plan.groups(), 32, seed), plan)
+                .unwrap();
             cache
         };
         let rope = RopeConfig {
@@ -103,7 +128,15 @@ impl Scoring {
         let mut shared = SharedAttentionRuntime::new();
         let table = self.rope.table(&self.plan.positions, &CPU)?;
         let plan = &self.plan.compress[0];
-        self.indexer.select(&self.xs, &self.qr, &table, plan, &self.own, keys, &mut shared)?;
+        self.indexer.select(
+            &self.xs,
+            &self.qr,
+            &table,
+            plan,
+            &self.own,
+            keys,
+            &mut shared,
+        )?;
         Ok(shared)
     }
 }
@@ -119,7 +152,9 @@ fn each_token_scores_the_keys_it_was_given() {
         let owner = s.select(IndexKeySource::Owner).unwrap();
         let none = s.select(IndexKeySource::PerToken(&[None; 9])).unwrap();
         assert_eq!(rows(&owner), rows(&none));
-        let all = s.select(IndexKeySource::PerToken(&[Some(&s.other); 9])).unwrap();
+        let all = s
+            .select(IndexKeySource::PerToken(&[Some(&s.other); 9]))
+            .unwrap();
         assert_ne!(rows(&owner), rows(&all));
         let mixed: Vec<_> = (0..9).map(|t| (t % 3 == 1).then_some(&s.other)).collect();
         let got = s.select(IndexKeySource::PerToken(&mixed)).unwrap();
@@ -146,8 +181,7 @@ fn key_sources_must_fit() {
     let s = Scoring::new(CandidateRole::None);
     assert!(s.select(IndexKeySource::PerToken(&[None; 8])).is_err());
     let g = geometry(7, 2, 40, 2);
-    let without =
-        CompressedCache::new(g, 1, 32, None, KvFormat::default(), &CPU).unwrap();
+    let without = CompressedCache::new(g, 1, 32, None, KvFormat::default(), &CPU).unwrap();
     let missing = s.select(IndexKeySource::PerToken(&[Some(&without); 9]));
     assert!(matches!(missing, Err(Error::MissingSource { .. })));
     // A source whose rows are fewer than the query may see.

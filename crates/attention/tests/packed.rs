@@ -1,4 +1,9 @@
 //! Packed rows: the same values in fewer bytes.
+#![allow(
+    clippy::unwrap_used,
+    clippy::print_stdout,
+    reason = "tests: a panic is the report, and the margins are worth reading"
+)]
 
 mod common;
 
@@ -36,7 +41,10 @@ fn assert_round_trip(quant: RowQuant, rows: &[bf16], dim: usize) {
     assert_eq!(packed.dims(), [rows.len() / dim, codec.row_bytes()]);
     let back = bits(&unpack_rows(&packed, codec).unwrap());
     for (a, b) in back.iter().zip(rows) {
-        assert!(a.to_bits() == b.to_bits() || a.is_nan() && b.is_nan(), "{quant:?}: {a} vs {b}");
+        assert!(
+            a.to_bits() == b.to_bits() || a.is_nan() && b.is_nan(),
+            "{quant:?}: {a} vs {b}"
+        );
     }
 }
 
@@ -63,7 +71,9 @@ proptest! {
 fn smallest_scales_are_exact_too() {
     for step in 0..800 {
         let peak = (step as f32 / 100.0) * 6.0 * e4m3::MIN_POSITIVE;
-        let mut row: Vec<bf16> = (0..16).map(|i| bf16::from_f32(peak * i as f32 / 15.0)).collect();
+        let mut row: Vec<bf16> = (0..16)
+            .map(|i| bf16::from_f32(peak * i as f32 / 15.0))
+            .collect();
         round(RowQuant::Compressed, &mut row);
         assert_round_trip(RowQuant::Compressed, &row, 16);
     }
@@ -72,10 +82,16 @@ fn smallest_scales_are_exact_too() {
 /// Every code, under every scale that keeps the values normal bf16 numbers.
 #[test]
 fn every_code_under_every_scale() {
-    let e4m3: Vec<f32> = (0..=255).map(e4m3::decode).filter(|v| !v.is_nan()).collect();
+    let e4m3: Vec<f32> = (0..=255)
+        .map(e4m3::decode)
+        .filter(|v| !v.is_nan())
+        .collect();
     for byte in 10..=240u8 {
         let scale = f32::from_bits(u32::from(byte) << 23);
-        for (quant, values) in [(RowQuant::Window, &e4m3[..]), (RowQuant::Index, &e2m1::VALUES)] {
+        for (quant, values) in [
+            (RowQuant::Window, &e4m3[..]),
+            (RowQuant::Index, &e2m1::VALUES),
+        ] {
             let mut row: Vec<bf16> = values.iter().map(|v| bf16::from_f32(v * scale)).collect();
             row.resize(256, bf16::ZERO);
             assert_round_trip(quant, &row, 256);
@@ -94,7 +110,9 @@ fn operations_read_either_form() {
         let packed = pack_rows(&plain, RowCodec::new(quant, dim).unwrap()).unwrap();
         (plain, packed)
     };
-    let q = tensor(&random_bf16(2 * heads * dim, 1.0, 1), dim).reshape((2, heads, dim)).unwrap();
+    let q = tensor(&random_bf16(2 * heads * dim, 1.0, 1), dim)
+        .reshape((2, heads, dim))
+        .unwrap();
     let sink = Tensor::from_vec(random_f32(heads, 1.0, 2), heads, &CPU).unwrap();
     let idxs: Vec<i32> = (0..2 * 75).map(|i| (i * 7) % 91 - 1).collect();
     let idxs = Tensor::from_vec(idxs, (2, 75), &CPU).unwrap();
@@ -105,15 +123,39 @@ fn operations_read_either_form() {
     }
     let (plain, packed) = pool(RowQuant::Index);
     let weights = tensor(&random_bf16(2 * heads, 1.0, 4), heads);
-    let spans = [IndexSpan { base: 3, visible: 80 }, IndexSpan { base: 0, visible: 41 }];
+    let spans = [
+        IndexSpan {
+            base: 3,
+            visible: 80,
+        },
+        IndexSpan {
+            base: 0,
+            visible: 41,
+        },
+    ];
     let run = |keys| {
-        index_topk(&q, &weights, keys, &spans, 12, None).unwrap().0.to_vec2::<i32>().unwrap()
+        index_topk(&q, &weights, keys, &spans, 12, None)
+            .unwrap()
+            .0
+            .to_vec2::<i32>()
+            .unwrap()
     };
     assert_eq!(run(&packed), run(&plain));
     // Bytes of some other width are not rows of anything.
     let odd = Tensor::zeros((rows, 50), DType::U8, &CPU).unwrap();
     assert!(index_topk(&q, &weights, &odd, &spans, 12, None).is_err());
-    assert!(sparse_attn(&q, &[KvScope { kv: &odd, idxs: &idxs }], &sink, 0.2).is_err());
+    assert!(
+        sparse_attn(
+            &q,
+            &[KvScope {
+                kv: &odd,
+                idxs: &idxs
+            }],
+            &sink,
+            0.2
+        )
+        .is_err()
+    );
 }
 
 #[test]
@@ -152,7 +194,10 @@ fn codes_are_those_of_the_quantiser() {
     round(RowQuant::Compressed, &mut rounded);
     let codec = RowCodec::new(RowQuant::Compressed, 64).unwrap();
     let packed = pack_rows(&tensor(&rounded, 64), codec).unwrap();
-    assert_eq!(packed.flatten_all().unwrap().to_vec1::<u8>().unwrap(), [&codes[..], &scales].concat());
+    assert_eq!(
+        packed.flatten_all().unwrap().to_vec1::<u8>().unwrap(),
+        [&codes[..], &scales].concat()
+    );
 }
 
 /// Release shapes: three sources at ratio 2 and one at ratio 1, rows of 512, index keys of 128.
@@ -174,9 +219,14 @@ fn release_shapes_take_890_bytes_a_token() {
     assert_eq!(bytes, [890.0, 3200.0]);
     assert!(bytes[0] * tokens as f64 <= 0.9 * (1u64 << 30) as f64);
     let window = |format| {
-        WindowCache::new(geometry(128, 8, 4096, 1), 512, format, &CPU).unwrap().memory_usage()
+        WindowCache::new(geometry(128, 8, 4096, 1), 512, format, &CPU)
+            .unwrap()
+            .memory_usage()
     };
-    assert_eq!([window(KvFormat::Packed), window(KvFormat::Bf16)], [136 * 528, 136 * 1024]);
+    assert_eq!(
+        [window(KvFormat::Packed), window(KvFormat::Bf16)],
+        [136 * 528, 136 * 1024]
+    );
 }
 
 /// Saved rows do not depend on how the cache keeps them, and go into either kind.
@@ -192,8 +242,12 @@ fn saved_rows_fit_both_formats() {
         .map(|format| CompressedCache::new(g, 1, 64, None, format, &CPU).unwrap())
         .into_iter()
         .collect();
-    let plan = deepseek_v41_attention::AttnPlan::new(&[common::chunk(0, 0, 9)], &g, &[1], &CPU).unwrap();
-    assert_eq!(plan.compress[0].group_slots.to_vec1::<i32>().unwrap(), slots.to_vec1::<i32>().unwrap());
+    let plan =
+        deepseek_v41_attention::AttnPlan::new(&[common::chunk(0, 0, 9)], &g, &[1], &CPU).unwrap();
+    assert_eq!(
+        plan.compress[0].group_slots.to_vec1::<i32>().unwrap(),
+        slots.to_vec1::<i32>().unwrap()
+    );
     let mut saved = Vec::new();
     for cache in &mut caches {
         cache.write_kv(&rows, &plan.compress[0]).unwrap();
@@ -206,11 +260,20 @@ fn saved_rows_fit_both_formats() {
     for cache in &mut caches {
         cache.import_slot(1, 9, &saved[0]).unwrap();
         let base = cache.rows(1).rows().start;
-        assert_bits_eq(&bits(&cache.kv().read(base..base + 9).unwrap()), &bits(&rows));
+        assert_bits_eq(
+            &bits(&cache.kv().read(base..base + 9).unwrap()),
+            &bits(&rows),
+        );
         let missing = cache.import_slot(1, 9, &[]);
         assert!(matches!(missing, Err(Error::MissingSource { what: "kv" })));
-        let wrong = vec![("kv".to_string(), Tensor::zeros((9, 64), DType::U8, &CPU).unwrap())];
-        assert!(matches!(cache.import_slot(1, 9, &wrong), Err(Error::Value { .. })));
+        let wrong = vec![(
+            "kv".to_string(),
+            Tensor::zeros((9, 64), DType::U8, &CPU).unwrap(),
+        )];
+        assert!(matches!(
+            cache.import_slot(1, 9, &wrong),
+            Err(Error::Value { .. })
+        ));
     }
 }
 
@@ -221,6 +284,12 @@ fn damaged_codes_are_refused() {
     let mut cache = WindowCache::new(g, 32, KvFormat::Bf16, &CPU).unwrap();
     let mut rows = vec![0u8; 33];
     rows[5] = 0xff;
-    let rows = vec![("window".to_string(), Tensor::from_vec(rows, (1, 33), &CPU).unwrap())];
-    assert!(matches!(cache.import_slot(0, 1, &rows), Err(Error::Value { .. })));
+    let rows = vec![(
+        "window".to_string(),
+        Tensor::from_vec(rows, (1, 33), &CPU).unwrap(),
+    )];
+    assert!(matches!(
+        cache.import_slot(0, 1, &rows),
+        Err(Error::Value { .. })
+    ));
 }

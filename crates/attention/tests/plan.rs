@@ -1,4 +1,9 @@
 //! The plan of a step against the reference's index sets, and its own rules.
+#![allow(
+    clippy::unwrap_used,
+    clippy::print_stdout,
+    reason = "tests: a panic is the report, and the margins are worth reading"
+)]
 
 mod common;
 
@@ -24,7 +29,9 @@ fn golden_window_rows() {
     let golden = Golden::open("ops_basic");
     let mut cases = 0;
     for key in golden.keys() {
-        let Some(rest) = key.strip_prefix("window_") else { continue };
+        let Some(rest) = key.strip_prefix("window_") else {
+            continue;
+        };
         let n: Vec<u32> = rest.split('_').map(|n| n.parse().unwrap()).collect();
         let (window, len, start) = (n[0], n[1], n[2]);
         let want = golden.i64(key);
@@ -35,13 +42,19 @@ fn golden_window_rows() {
 
         let g = geometry(window as usize, 0, 4096, 1);
         let plan = AttnPlan::new(&[chunk(0, start, len)], &g, &[], &CPU).unwrap();
-        let (ring, present) = (rows(&plan.window.ring_idxs), rows(&plan.window.present_idxs));
+        let (ring, present) = (
+            rows(&plan.window.ring_idxs),
+            rows(&plan.window.present_idxs),
+        );
         for (i, want) in want.iter().enumerate() {
             // In decode the reference has its own token in the ring already.
-            let present = present[i].iter().filter(|&&p| p >= 0).map(|&p| match start {
-                0 => i64::from(p),
-                _ => i64::from(start % window) + i64::from(p),
-            });
+            let present = present[i]
+                .iter()
+                .filter(|&&p| p >= 0)
+                .map(|&p| match start {
+                    0 => i64::from(p),
+                    _ => i64::from(start % window) + i64::from(p),
+                });
             let ring = ring[i].iter().filter(|&&r| r >= 0).map(|&r| i64::from(r));
             let got: BTreeSet<i64> = ring.chain(present).collect();
             assert_eq!(&got, want, "{key} row {i}");
@@ -53,12 +66,23 @@ fn golden_window_rows() {
 
 fn chunks() -> impl Strategy<Value = (CacheGeometry, Vec<ChunkSpec>, usize)> {
     let one = (0u32..60, prop_oneof![Just(0u32), Just(1), 1u32..40]);
-    (1usize..12, 0usize..6, 1usize..5, prop::collection::vec(one, 1..4)).prop_map(
-        |(window, max_rollback, ratio, chunks)| {
-            let specs = chunks.iter().zip(0..).map(|(&(start, len), slot)| chunk(slot, start, len));
-            (geometry(window, max_rollback, 128, 4), specs.collect(), ratio)
-        },
+    (
+        1usize..12,
+        0usize..6,
+        1usize..5,
+        prop::collection::vec(one, 1..4),
     )
+        .prop_map(|(window, max_rollback, ratio, chunks)| {
+            let specs = chunks
+                .iter()
+                .zip(0..)
+                .map(|(&(start, len), slot)| chunk(slot, start, len));
+            (
+                geometry(window, max_rollback, 128, 4),
+                specs.collect(),
+                ratio,
+            )
+        })
 }
 
 proptest! {
@@ -171,11 +195,19 @@ proptest! {
 #[test]
 fn empty_steps_plan_to_nothing() {
     let g = geometry(7, 2, 32, 2);
-    for specs in [vec![], vec![chunk(0, 0, 0)], vec![chunk(1, 9, 0), chunk(0, 3, 0)]] {
+    for specs in [
+        vec![],
+        vec![chunk(0, 0, 0)],
+        vec![chunk(1, 9, 0), chunk(0, 3, 0)],
+    ] {
         let plan = AttnPlan::new(&specs, &g, &[1, 2], &CPU).unwrap();
         assert_eq!(plan.tokens, 0);
         assert_eq!(plan.window.ring_idxs.dims(), [0, 0]);
-        assert!(plan.compress.iter().all(|c| c.groups() == 0 && c.max_visible == 0));
+        assert!(
+            plan.compress
+                .iter()
+                .all(|c| c.groups() == 0 && c.max_visible == 0)
+        );
     }
 }
 
@@ -184,13 +216,42 @@ fn what_does_not_fit_is_refused() {
     let g = geometry(7, 2, 32, 2);
     let plan = |specs: &[ChunkSpec]| AttnPlan::new(specs, &g, &[2], &CPU);
     assert!(plan(&[chunk(0, 30, 2)]).is_ok());
-    assert!(matches!(plan(&[chunk(0, 30, 3)]), Err(Error::Capacity { needed: 33, .. })));
-    assert!(matches!(plan(&[chunk(0, u32::MAX, u32::MAX)]), Err(Error::Capacity { .. })));
-    assert!(matches!(plan(&[chunk(2, 0, 1)]), Err(Error::Capacity { needed: 3, .. })));
-    assert!(matches!(plan(&[chunk(1, 0, 1), chunk(1, 1, 1)]), Err(Error::Value { .. })));
-    assert!(matches!(plan(&[chunk(0, 0, 1)]).unwrap().compress(3), Err(Error::MissingSource { .. })));
-    assert!(SlotMap::Linear { base: 5, capacity: 2 }.row(2).is_err());
-    assert!(SlotMap::Ring { base: 5, capacity: 0 }.row(0).is_err());
+    assert!(matches!(
+        plan(&[chunk(0, 30, 3)]),
+        Err(Error::Capacity { needed: 33, .. })
+    ));
+    assert!(matches!(
+        plan(&[chunk(0, u32::MAX, u32::MAX)]),
+        Err(Error::Capacity { .. })
+    ));
+    assert!(matches!(
+        plan(&[chunk(2, 0, 1)]),
+        Err(Error::Capacity { needed: 3, .. })
+    ));
+    assert!(matches!(
+        plan(&[chunk(1, 0, 1), chunk(1, 1, 1)]),
+        Err(Error::Value { .. })
+    ));
+    assert!(matches!(
+        plan(&[chunk(0, 0, 1)]).unwrap().compress(3),
+        Err(Error::MissingSource { .. })
+    ));
+    assert!(
+        SlotMap::Linear {
+            base: 5,
+            capacity: 2
+        }
+        .row(2)
+        .is_err()
+    );
+    assert!(
+        SlotMap::Ring {
+            base: 5,
+            capacity: 0
+        }
+        .row(0)
+        .is_err()
+    );
     assert!(geometry(7, 0, 1 << 40, 1).validate(&[2]).is_err());
     assert!(geometry(usize::MAX, 1, 8, 1).validate(&[2]).is_err());
     assert!(geometry(7, 0, 8, 1).validate(&[0]).is_err());

@@ -94,7 +94,7 @@ fn key(score: f32, index: u32) -> u64 {
     u64::from(ordered) << 32 | u64::from(!index)
 }
 
-/// The definition [`TopRows`] streams: sorts all of `scores` and returns the `k` best indices in
+/// The definition of a streaming selection: sorts all of `scores` and returns the `k` best indices in
 /// ascending order, the higher score first and the lower index among equals, NaN as minus infinity.
 pub fn topk_rows_ref(scores: &[f32], k: usize) -> Vec<u32> {
     let value = |i: u32| match scores[i as usize] {

@@ -1,5 +1,14 @@
 //! One layer with its caches, driven step by step.
-#![allow(dead_code, unreachable_pub, reason = "every test binary uses its own part")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::print_stdout,
+    reason = "tests: a panic is the report, and the margins are worth reading"
+)]
+#![allow(
+    dead_code,
+    unreachable_pub,
+    reason = "every test binary uses its own part"
+)]
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -51,32 +60,61 @@ pub fn odd_config(ratio: usize) -> AttentionConfig {
 
 /// Random weights for every tensor a layer of this configuration reads.
 pub fn random_weights(cfg: &AttentionConfig, seed: u64) -> HashMap<String, Tensor> {
-    let mut weights = Random { map: HashMap::new(), seed };
+    let mut weights = Random {
+        map: HashMap::new(),
+        seed,
+    };
     let index = cfg.index;
     weights.linear("wq_a", cfg.q_lora_rank, cfg.dim, cfg.linear_format);
     weights.norm("q_norm", cfg.q_lora_rank);
-    weights.linear("wq_b", cfg.n_heads * cfg.head_dim, cfg.q_lora_rank, cfg.linear_format);
+    weights.linear(
+        "wq_b",
+        cfg.n_heads * cfg.head_dim,
+        cfg.q_lora_rank,
+        cfg.linear_format,
+    );
     weights.linear("wkv", cfg.head_dim, cfg.dim, cfg.linear_format);
     weights.norm("kv_norm", cfg.head_dim);
-    let (o_in, o_mid) = (cfg.n_heads * cfg.head_dim / cfg.o_groups, cfg.o_groups * cfg.o_lora_rank);
+    let (o_in, o_mid) = (
+        cfg.n_heads * cfg.head_dim / cfg.o_groups,
+        cfg.o_groups * cfg.o_lora_rank,
+    );
     weights.linear("wo_a", o_mid, o_in, WeightFormat::Bf16);
     weights.linear("wo_b", cfg.dim, o_mid, cfg.linear_format);
     let sink = random_f32(cfg.n_heads, 1.0, seed);
-    weights.map.insert("attn_sink".into(), Tensor::from_vec(sink, cfg.n_heads, &CPU).unwrap());
+    weights.map.insert(
+        "attn_sink".into(),
+        Tensor::from_vec(sink, cfg.n_heads, &CPU).unwrap(),
+    );
     if cfg.role.owns_kv() {
         weights.linear("compressor.wkv", cfg.head_dim, cfg.dim, WeightFormat::Bf16);
         if cfg.role.ratio() > Some(1) {
-            weights.linear("compressor.wgate", cfg.head_dim, cfg.dim, WeightFormat::Bf16);
+            weights.linear(
+                "compressor.wgate",
+                cfg.head_dim,
+                cfg.dim,
+                WeightFormat::Bf16,
+            );
         }
         weights.norm("compressor.norm", cfg.head_dim);
     }
     if cfg.role.indexer().is_some() {
         let heads = index.n_heads * index.head_dim;
         weights.linear("indexer.wq_b", heads, cfg.q_lora_rank, cfg.linear_format);
-        weights.linear("indexer.weights_proj", index.n_heads, cfg.dim, WeightFormat::Bf16);
+        weights.linear(
+            "indexer.weights_proj",
+            index.n_heads,
+            cfg.dim,
+            WeightFormat::Bf16,
+        );
     }
     if cfg.owns_index_k {
-        weights.linear("indexer.wk", index.head_dim, cfg.head_dim, WeightFormat::Bf16);
+        weights.linear(
+            "indexer.wk",
+            index.head_dim,
+            cfg.head_dim,
+            WeightFormat::Bf16,
+        );
         weights.norm("indexer.k_norm", index.head_dim);
     }
     weights.map
@@ -114,7 +152,10 @@ impl Random {
             .into_iter()
             .map(|x| bf16::from_f32(1.0 + x))
             .collect();
-        self.map.insert(format!("{name}.weight"), Tensor::from_vec(weight, dim, &CPU).unwrap());
+        self.map.insert(
+            format!("{name}.weight"),
+            Tensor::from_vec(weight, dim, &CPU).unwrap(),
+        );
     }
 }
 
@@ -157,7 +198,11 @@ impl Rig {
             beta_fast: 32.0,
             beta_slow: 1.0,
         };
-        let yarn = RopeConfig { theta: 40000.0, original_seq_len: 32, ..rope.clone() };
+        let yarn = RopeConfig {
+            theta: 40000.0,
+            original_seq_len: 32,
+            ..rope.clone()
+        };
         Self {
             attention: Attention::new(cfg, Arc::new(LocalComm), vb).unwrap(),
             window: WindowCache::new(geometry, cfg.head_dim, format, &CPU).unwrap(),
@@ -185,7 +230,8 @@ impl Rig {
             kv: None,
             index_k: IndexKeySource::Owner,
         };
-        self.attention.forward(xs, &plan, &ropes, cache, &mut self.shared)
+        self.attention
+            .forward(xs, &plan, &ropes, cache, &mut self.shared)
     }
 
     /// Runs one step; `xs` holds the chunks' tokens end to end.
@@ -215,14 +261,27 @@ impl Rig {
         let rows = self.shared.topk().unwrap().0.to_vec2::<i32>().unwrap();
         let logical = |(row, slot): (Vec<i32>, &u32)| {
             let base = source.rows(*slot).rows().start as i32;
-            row.into_iter().filter(|i| *i >= 0).map(|i| i - base).collect()
+            row.into_iter()
+                .filter(|i| *i >= 0)
+                .map(|i| i - base)
+                .collect()
         };
         rows.into_iter().zip(slots).map(logical).collect()
     }
 }
 
-pub fn geometry(window: usize, max_rollback: usize, max_len: usize, max_seqs: usize) -> CacheGeometry {
-    CacheGeometry { window, max_rollback, max_len, max_seqs }
+pub fn geometry(
+    window: usize,
+    max_rollback: usize,
+    max_len: usize,
+    max_seqs: usize,
+) -> CacheGeometry {
+    CacheGeometry {
+        window,
+        max_rollback,
+        max_len,
+        max_seqs,
+    }
 }
 
 pub fn chunk(slot: u32, start: u32, len: u32) -> ChunkSpec {
