@@ -32,6 +32,14 @@ pub enum Error {
         /// What is wrong with it.
         reason: String,
     },
+    /// A saved sequence cannot be brought back.
+    #[error("saved state {}: {reason}", .file.display())]
+    SavedState {
+        /// The file.
+        file: PathBuf,
+        /// What is wrong with it.
+        reason: SavedStateError,
+    },
     /// A configuration field is missing or has a value the model cannot have.
     #[error("config field `{field}`: {reason}")]
     Config {
@@ -123,6 +131,44 @@ pub enum WeightError {
     Content(String),
 }
 
+/// Why a saved sequence cannot be brought back.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum SavedStateError {
+    /// The file is something else.
+    #[error("not a saved sequence")]
+    NotAState,
+    /// Written in another version of the format.
+    #[error("format version {found}, this build reads version {expected}")]
+    Version {
+        /// In the file.
+        found: String,
+        /// What this build reads.
+        expected: u32,
+    },
+    /// Saved with another model: its configuration, weights or token map differ.
+    #[error("saved with another model: fingerprint {found:016x}, this one has {expected:016x}")]
+    Fingerprint {
+        /// In the file.
+        found: u64,
+        /// Of the model that it was to continue with.
+        expected: u64,
+    },
+    /// The file was cut off or changed since it was written.
+    #[error("damaged: {0}")]
+    Damaged(String),
+    /// A set of rows has another type or shape than the sequence implies.
+    #[error("rows `{name}`: expected {expected}, found {found}")]
+    Rows {
+        /// Name of the rows in the file.
+        name: String,
+        /// Dtype and shape that the sequence implies.
+        expected: String,
+        /// What the file has.
+        found: String,
+    },
+}
+
 impl Error {
     /// [`Error::Shape`] from anything printable.
     pub fn shape(op: &'static str, reason: impl Into<String>) -> Self {
@@ -147,6 +193,11 @@ impl Error {
     /// [`Error::Checkpoint`] for `file`.
     pub fn checkpoint(file: impl AsRef<Path>, reason: impl Into<String>) -> Self {
         Self::Checkpoint { file: file.as_ref().to_path_buf(), reason: reason.into() }
+    }
+
+    /// [`Error::SavedState`] about `file`.
+    pub fn saved_state(file: impl AsRef<Path>, reason: SavedStateError) -> Self {
+        Self::SavedState { file: file.as_ref().to_path_buf(), reason }
     }
 
     /// [`Error::Io`] for `path`.

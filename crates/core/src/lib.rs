@@ -3,12 +3,14 @@
 pub mod comm;
 pub mod cpu;
 mod error;
+mod fingerprint;
 mod norm;
 mod rope;
 pub mod weights;
 
 pub use comm::{Comm, LocalComm, ThreadComm};
-pub use error::{Error, Result, WeightError};
+pub use error::{Error, Result, SavedStateError, WeightError};
+pub use fingerprint::Fingerprint;
 pub use norm::{RmsNorm, rms_norm, rms_norm_ref};
 pub use rope::{Rope, RopeConfig, RopeTable, apply_rope, apply_rope_ref};
 pub use weights::{LoadPolicy, RawTensor, Shard, StoredDtype, VarBuilder, Weights};

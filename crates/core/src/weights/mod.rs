@@ -5,6 +5,7 @@
 //! until the layer that owns it says what they mean.
 
 mod dir;
+mod fingerprint;
 mod header;
 mod source;
 mod var_builder;
