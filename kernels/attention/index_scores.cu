@@ -89,29 +89,33 @@ __device__ __forceinline__ void scores(const bf16* q, const bf16* w, const uint8
         // Lane qd of a quad stores one of the quad's four rows.
         int col = tile * 32 + (qd >> 1) * 16 + (qd & 1) * 8 + g, pos = position(col);
         for (int t = 0; t < nq; ++t) {
-            float sum[4] = {0, 0, 0, 0};
-            for (int nt = 0; nt < nts; ++nt) {
-                float acc[2][4] = {};
-                const uint2* f = frag + (t * nts + nt) * 8 * 32 + lane;
+            // The sum over heads is a product with ones: the weighted scores are already laid out as its A operand.
+            float sum[2][4] = {};
+            for (int nt = 0; nt < nts; nt += 2) {
+                uint32_t v[2][4] = {};
 #pragma unroll
-                for (int j = 0; j < 8; ++j) {
-                    uint2 b = f[j * 32];
-                    mma_bf16(acc[0], a[0][j][0], a[0][j][1], a[0][j][2], a[0][j][3], b.x, b.y);
-                    mma_bf16(acc[1], a[1][j][0], a[1][j][1], a[1][j][2], a[1][j][3], b.x, b.y);
+                for (int e = 0; e < 2; ++e) {
+                    if (nt + e >= nts) break;
+                    float acc[2][4] = {};
+                    const uint2* f = frag + (t * nts + nt + e) * 8 * 32 + lane;
+#pragma unroll
+                    for (int j = 0; j < 8; ++j) {
+                        uint2 b = f[j * 32];
+                        mma_bf16(acc[0], a[0][j][0], a[0][j][1], a[0][j][2], a[0][j][3], b.x, b.y);
+                        mma_bf16(acc[1], a[1][j][0], a[1][j][1], a[1][j][2], a[1][j][3], b.x, b.y);
+                    }
+                    uint32_t wt = weight[(t * nts + nt + e) * 4 + qd];
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) {
+                        v[i][2 * e] = mul_bf16x2(relu_bf16x2(acc[i][0], acc[i][1]), wt);
+                        v[i][2 * e + 1] = mul_bf16x2(relu_bf16x2(acc[i][2], acc[i][3]), wt);
+                    }
                 }
-                uint32_t wt = weight[(t * nts + nt) * 4 + qd];
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    uint32_t v = mul_bf16x2(relu_bf16x2(acc[i >> 1][(i & 1) * 2], acc[i >> 1][(i & 1) * 2 + 1]), wt);
-                    sum[i] += bf16_lo(v) + bf16_hi(v);
-                }
+                constexpr uint32_t ONES = 0x3f803f80u;
+                mma_bf16(sum[0], v[0][0], v[0][1], v[0][2], v[0][3], ONES, ONES);
+                mma_bf16(sum[1], v[1][0], v[1][1], v[1][2], v[1][3], ONES, ONES);
             }
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                sum[i] += __shfl_xor_sync(FULL, sum[i], 1);
-                sum[i] += __shfl_xor_sync(FULL, sum[i], 2);
-            }
-            float mine = qd == 0 ? sum[0] : qd == 1 ? sum[1] : qd == 2 ? sum[2] : sum[3];
+            float mine = qd == 0 ? sum[0][0] : qd == 1 ? sum[0][2] : qd == 2 ? sum[1][0] : sum[1][2];
             if (col < n) out[(int64_t)(t0 + t) * ld + col] = pos >= 0 && pos < spans[t0 + t].y ? sortable(round_bf16(mine)) : (uint16_t)0;
         }
     }

@@ -17,11 +17,11 @@ static void bench_linear_small() {
             auto x = rand_bf16((size_t)M * K);
             Dev<bf16> y((size_t)M * N);
             auto xc = rand_u8((size_t)M * K, 1), xs = rand_u8((size_t)M * K / 32, 2);
-            int m = M <= 8 ? 8 : 16;
+            int m = M <= 8 ? 8 : 16, fm = M == 1 ? 1 : m;
             for (int ks : {1, 2, 4, 8}) {
                 size_t g = 4 * (((K + 127) / 128 + ks - 1) / ks);
                 double us = graph_us([&](int i) {
-                    launch(fmt("quant/fp8_few_sm90:fp8_few_k%d_m%d", ks, m), dim3((N + 63) / 64 * ks), 128, 6 * 9216 + g * (32 * m + 4 * m + 8), xc.p, xs.p, ws[i % n].p, ss[i % n].p, y.p, M, N, K);
+                    launch(fmt("quant/fp8_few_sm90:fp8_few_k%d_m%d", ks, fm), dim3((N + 127) / 128 * ks), 288, 4 * 18432 + g * (36 * fm + 16) + 128, xc.p, xs.p, ws[i % n].p, ss[i % n].p, y.p, M, N, K);
                 });
                 row(fmt("fp8_few_k%d", ks).c_str(), fmt("M%d %d->%d", M, K, N), us, (double)N * K * (1 + 1 / 1024.) + 2.0 * M * (K + N), 2.0 * M * N * K);
             }
@@ -68,7 +68,7 @@ static void bench_experts() {
             order.emplace_back(P); inverse.emplace_back(P); count.emplace_back(1); tiles.emplace_back(max_tiles);
         }
         Dev<bf16> h((size_t)P * inter), y((size_t)P * dim), out((size_t)T * dim);
-        auto grp = [&](int i) { launch("moe/group_tokens", dim3(1), 512, 4 * (17 * E + 1), ex[i].p, order[i].p, inverse[i].p, tiles[i].p, count[i].p, P, 0u, E, T == 1 ? 1 : 8); };
+        auto grp = [&](int i) { launch("moe/group_tokens", dim3(1), 512, 4 * (17 * E + 1), ex[i].p, order[i].p, inverse[i].p, tiles[i].p, count[i].p, P, 0u, E, 8, 1); };
         auto up = [&](int i) {
             launch("moe/experts:experts_up_fp4", dim3(inter / 32, max_tiles), 256, 0, x.p, order[i].p, tiles[i].p, count[i].p, wt.p, w1.p, s1.p, w3.p, s3.p, h.p, dim, inter, k, 10.0f);
         };
@@ -77,14 +77,21 @@ static void bench_experts() {
         for (int i = 0; i < sets; ++i) grp(i);
         auto xc = rand_u8((size_t)T * dim, 1), xs = rand_u8((size_t)T * dim / 32, 2);
         Dev<uint8_t> hc((size_t)P * inter), hs((size_t)P * inter / 32);
-        auto few_smem = [](int K) { size_t g = (K / 32 + 7) / 8 * 8; return g * (256 + 32) + 3 * 19456; };
-        std::string suffix = T == 1 ? "_t1" : "";
+        auto few_smem = [](int K, bool one) { size_t g = (K / 32 + 7) / 8 * 8; return g * (one ? 36 : 288) + 128 + (one ? 5 : 3) * 19456; };
+        Dev<uint32_t> counter(40);
+        counter.zero();
         auto fup = [&](int i) {
-            launch("moe/experts_few_sm90:experts_few_up" + suffix, dim3(inter / 64, max_tiles), 256, few_smem(dim), xc.p, xs.p, order[i].p, tiles[i].p, count[i].p, wt.p, w1.p, s1.p, w3.p, s3.p,
-                   hc.p, hs.p, dim, inter, k, 10.0f);
+            if (T == 1)
+                launch("moe/experts_few_sm90:experts_one_up", dim3(inter / 64, k), 288, few_smem(dim, true), xc.p, xs.p, ex[i].p, wt.p, w1.p, s1.p, w3.p, s3.p, hc.p, hs.p, dim, inter, 0u, E, 10.0f);
+            else
+                launch("moe/experts_few_sm90:experts_few_up", dim3(inter / 64, max_tiles), 288, few_smem(dim, false), xc.p, xs.p, order[i].p, tiles[i].p, count[i].p, wt.p, w1.p, s1.p, w3.p, s3.p,
+                       hc.p, hs.p, dim, inter, k, 10.0f);
         };
         auto fdown = [&](int i) {
-            launch("moe/experts_few_sm90:experts_few_down" + suffix, dim3(dim / 128, max_tiles), 256, few_smem(inter), hc.p, hs.p, tiles[i].p, count[i].p, w2.p, s2.p, y.p, dim, inter);
+            if (T == 1)
+                launch("moe/experts_few_sm90:experts_one_down", dim3(dim / 128, k), 288, few_smem(inter, true), hc.p, hs.p, ex[i].p, w2.p, s2.p, y.p, (bf16*)nullptr, out.p, counter.p, dim, inter, 0u, E);
+            else
+                launch("moe/experts_few_sm90:experts_few_down", dim3(dim / 128, max_tiles), 288, few_smem(inter, false), hc.p, hs.p, tiles[i].p, count[i].p, w2.p, s2.p, y.p, dim, inter);
         };
         double b = (double)used * (wb + sb), fl = 2.0 * P * inter * dim;
         row("group_tokens", fmt("T%d", T), graph_us([&](int i) { grp(i % sets); }), 4.0 * P, 0);
@@ -92,7 +99,12 @@ static void bench_experts() {
         row("experts_down", fmt("T%d", T), graph_us([&](int i) { down(i % sets); }), b, fl);
         row("experts_few_up", fmt("T%d", T), graph_us([&](int i) { fup(i % sets); }), 2 * b, 2 * fl);
         row("experts_few_down", fmt("T%d", T), graph_us([&](int i) { fdown(i % sets); }), b, fl);
-        row("experts_few all", fmt("T%d", T), graph_us([&](int i) { grp(i % sets); fup(i % sets); fdown(i % sets); comb(i % sets); }), 3 * b, 3 * fl);
+        row("experts_few all", fmt("T%d", T), graph_us([&](int i) {
+            if (T > 1) grp(i % sets);
+            fup(i % sets);
+            fdown(i % sets);
+            if (T > 1) comb(i % sets);
+        }), 3 * b, 3 * fl);
         row("experts all", fmt("T%d", T), graph_us([&](int i) { grp(i % sets); up(i % sets); down(i % sets); comb(i % sets); }), 3 * b, 3 * fl);
     }
 }
@@ -170,6 +182,16 @@ static void bench_hc() {
                    one ? cnt.p : nullptr, T, dim, per, 24, 20, 1e-6f, 1e-20f);
             if (!one) launch("hyperconn/hc_step:hc_finish", dim3(T), 256, 0, part.p, y.p, scale.p, base.p, w.p, coef.p, out.p, fake.p, (uint8_t*)nullptr, (uint8_t*)nullptr, slices, dim, 20, 1e-6f, 1e-20f);
         }, T > 1000 ? 3 : 20);
+        if (T >= 16) {
+            Dev<bf16> pieces((size_t)3 * 24 * 4 * dim);
+            launch("hyperconn/hc_many:hc_split_fn", dim3(24 * 4 * dim / 256), 256, 0, fn[0].p, pieces.p, (int64_t)24 * 4 * dim);
+            CUDA(cudaDeviceSynchronize());
+            double us2 = graph_us([&](int) {
+                launch("hyperconn/hc_many", dim3(32, (T + 127) / 128), 256, 0, x.p, res.p, cin.p + 4, cin.p + 8, cin.p, pieces.p, stream.p, y.p, part.p, T, dim, 24);
+                launch("hyperconn/hc_step:hc_finish", dim3(T), 256, 0, part.p, y.p, scale.p, base.p, w.p, coef.p, out.p, fake.p, (uint8_t*)nullptr, (uint8_t*)nullptr, 32, dim, 20, 1e-6f, 1e-20f);
+            }, T > 1000 ? 3 : 20);
+            row("hc_many", fmt("T%d", T), us2, 72.0 * 4 * dim * 2 + (double)T * dim * 2 * (1 + 4 + 4 + 2), 6.0 * T * 24 * 4 * dim);
+        }
         row("hc_step", fmt("T%d", T), us, 24.0 * 4 * dim * 4 + (double)T * dim * 2 * (1 + 4 + 4 + 2), 2.0 * T * 24 * 4 * dim);
     }
 }
@@ -238,5 +260,6 @@ int main(int argc, char** argv) {
     run("hc", bench_hc);
     run("small", bench_small);
     run("many", bench_many);
+    run("experts_many", bench_experts_many);
     CUDA(cudaDeviceSynchronize());
 }

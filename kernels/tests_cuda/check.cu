@@ -124,7 +124,7 @@ static void check_quant() {
             for (int i = 0; i < T; ++i) rows[i] = (i * 5 + 2) % T;
             Dev<int> dr(rows);
             Dev<bf16> tiled((size_t)rp * kp);
-            launch("quant/act_quant:act_quant_tiled", dim3(T), 256, kp * 2, dx.p, dr.p, tiled.p, K, (int64_t)K, (int64_t)rp, fp4, 1);
+            launch("quant/act_quant:act_quant_tiled", dim3(T), 256, kp * 2, dx.p, dr.p, 1, tiled.p, K, (int64_t)K, (int64_t)rp, fp4, 1);
             auto got = tiled.get();
             std::vector<bf16> a, b;
             for (int r = 0; r < T; ++r)
@@ -210,11 +210,11 @@ static void check_fp8_few() {
         launch("quant/act_quant", dim3((M * K / 8 + 255) / 256), 256, 0, x.p, xc.p, xs.p, fake.p, (int64_t)M * K / 8);
         auto want = reference_linear(0, fake, w, s, M, N, K, 1).get();
         for (int ks : {1, 2, 4, 8})
-            for (int m : {8, 16}) {
+            for (int m : {1, 8, 16}) {
                 if (m < M) continue;
                 Dev<bf16> y((size_t)M * N);
                 size_t g = 4 * (((K + 127) / 128 + ks - 1) / ks);
-                launch(fmt("quant/fp8_few_sm90:fp8_few_k%d_m%d", ks, m), dim3((N + 63) / 64 * ks), 128, 6 * 9216 + g * (32 * m + 4 * m + 8), xc.p, xs.p, w.p, s.p, y.p, M, N, K);
+                launch(fmt("quant/fp8_few_sm90:fp8_few_k%d_m%d", ks, m), dim3((N + 127) / 128 * ks), 288, 4 * 18432 + g * (36 * m + 16) + 128, xc.p, xs.p, w.p, s.p, y.p, M, N, K);
                 near(fmt("fp8_few_k%d_m%d", ks, m), fmt("M%d N%d K%d", M, N, K), y.get(), want, 3e-3);
             }
     }
@@ -227,7 +227,7 @@ static void check_fp8_many() {
         size_t kp = (K + 63) / 64 * 64, rp = (M + 7) / 8 * 8;
         Dev<bf16> fake((size_t)M * K), tiled(rp * kp);
         launch("quant/act_quant", dim3(((size_t)M * K / 8 + 255) / 256), 256, 0, x.p, (uint8_t*)nullptr, (uint8_t*)nullptr, fake.p, (int64_t)M * K / 8);
-        launch("quant/act_quant:act_quant_tiled", dim3(M), 256, kp * 2, x.p, (int*)nullptr, tiled.p, K, (int64_t)K, (int64_t)rp, 0, 1);
+        launch("quant/act_quant:act_quant_tiled", dim3(M), 256, kp * 2, x.p, (int*)nullptr, 1, tiled.p, K, (int64_t)K, (int64_t)rp, 0, 1);
         auto want = reference_linear(0, fake, w, s, M, N, K, 1).get();
         for (int tok : {128, 256}) {
             Dev<bf16> y((size_t)M * N);

@@ -70,24 +70,25 @@ struct Groups {
     Dev<uint32_t> experts;
     Dev<int32_t> order, inverse, count, expert_at;
     Dev<int4> tiles;
-    int max_tiles, P;
+    int max_tiles, P, places;
 };
-static Groups group(const std::vector<uint32_t>& e, int first, int n_local, int tile, bool check) {
-    int P = e.size(), max_tiles = std::min(P, n_local + P / tile);
-    Groups g{Dev<uint32_t>(e), Dev<int32_t>(P), Dev<int32_t>(P), Dev<int32_t>(1), Dev<int32_t>(), Dev<int4>(max_tiles), max_tiles, P};
-    launch("moe/group_tokens", dim3(1), 512, std::max(4 * (17 * n_local + 1), 4 * std::min(P, 512)), g.experts.p, g.order.p, g.inverse.p, g.tiles.p, g.count.p, P, (uint32_t)first, n_local, tile);
+static Groups group(const std::vector<uint32_t>& e, int first, int n_local, int tile, bool check, int align = 1) {
+    int P = e.size(), places = P + std::min(P, n_local) * (align - 1), max_tiles = std::min(P, n_local + P / tile);
+    Groups g{Dev<uint32_t>(e), Dev<int32_t>(places), Dev<int32_t>(P), Dev<int32_t>(1), Dev<int32_t>(), Dev<int4>(max_tiles), max_tiles, P, places};
+    launch("moe/group_tokens", dim3(1), 512, std::max(4 * (17 * n_local + 1), 4 * std::min(P, 512)), g.experts.p, g.order.p, g.inverse.p, g.tiles.p, g.count.p, P, (uint32_t)first, n_local, tile, align);
     std::vector<int32_t> order, inverse(P, -1), at;
     std::vector<int4> tiles;
     for (int x = 0; x < n_local; ++x) {
+        while (order.size() % align) { order.push_back(-1); at.push_back(0); }
         int start = order.size();
         for (int p = 0; p < P; ++p)
             if ((int)e[p] == first + x) { inverse[p] = order.size(); order.push_back(p); at.push_back(x); }
         for (int i = start; i < (int)order.size(); i += tile) tiles.push_back(int4{x, i, std::min(tile, (int)order.size() - i), 0});
     }
-    order.resize(P, -1);
-    at.resize(P, 0);
+    order.resize(places, -1);
+    at.resize(places, 0);
     if (check) {
-        std::string s = fmt("P%d local %d+%d tile %d", P, first, n_local, tile);
+        std::string s = fmt("P%d local %d+%d tile %d align %d", P, first, n_local, tile, align);
         same("group_tokens order", s, g.order.get(), order);
         same("group_tokens inverse", s, g.inverse.get(), inverse);
         auto gt = g.tiles.get();
@@ -135,45 +136,120 @@ static void check_experts(int f, int T, int E, int k, int dim, int inter, bool s
     same("moe_combine", shape, out.get(), want);
 }
 
-static size_t few_smem(int K) { size_t g = (K / 32 + 7) / 8 * 8; return g * (256 + 32) + 3 * 19456; }
-static void check_experts_few(int T, int E, int k, int dim, int inter, bool skew, int tile) {
+static size_t few_smem(int K, bool one) { size_t g = (K / 32 + 7) / 8 * 8; return g * (one ? 36 : 288) + 128 + (one ? 5 : 3) * 19456; }
+// one: a single token through experts_one, which ends with the combined output.
+static void check_experts_few(int T, int E, int k, int dim, int inter, bool skew, bool one) {
     auto e = random_experts(T, E, k, skew);
-    std::string shape = fmt("T%d E%d k%d %dx%d%s tile %d", T, E, k, dim, inter, skew ? " skew" : "", tile), suffix = tile == 1 ? "_t1" : "";
-    auto g = group(e, 0, E, tile, false);
+    std::string shape = fmt("T%d E%d k%d %dx%d%s", T, E, k, dim, inter, skew ? " skew" : ""), name = one ? "experts_one" : "experts_few";
+    auto g = group(e, 0, E, 8, false);
     auto w1 = rand_weight(1, wbytes(1, inter, dim) * E), w3 = rand_weight(1, wbytes(1, inter, dim) * E), w2 = rand_weight(1, wbytes(1, dim, inter) * E);
     auto s1 = rand_u8(sbytes(1, inter, dim) * E, 2), s3 = rand_u8(sbytes(1, inter, dim) * E, 2), s2 = rand_u8(sbytes(1, dim, inter) * E, 2);
-    auto x = rand_bf16((size_t)T * dim, 0.02f);
+    auto x = rand_bf16((size_t)T * dim, 0.02f), shared = rand_bf16(dim);
     auto weights = rand_f32(g.P);
     size_t np = g.P;
     Dev<uint8_t> xc((size_t)T * dim), xs((size_t)T * dim / 32), hc(np * inter), hs(np * inter / 32);
-    Dev<bf16> fake((size_t)T * dim), y(np * dim), rh(np * inter), rq(np * inter);
+    Dev<bf16> fake((size_t)T * dim), y(np * dim), rh(np * inter), rq(np * inter), out(dim);
     Dev<float> ry(np * dim);
+    Dev<uint32_t> counter((dim + 127) / 128);
+    counter.zero();
     launch("quant/act_quant", dim3(((size_t)T * dim / 8 + 255) / 256), 256, 0, x.p, xc.p, xs.p, fake.p, (int64_t)T * dim / 8);
-    launch("moe/experts_few_sm90:experts_few_up" + suffix, dim3((inter + 63) / 64, g.max_tiles), 256, few_smem(dim), xc.p, xs.p, g.order.p, g.tiles.p, g.count.p, weights.p, w1.p, s1.p,
-           w3.p, s3.p, hc.p, hs.p, dim, inter, k, 10.0f);
-    launch("moe/experts_few_sm90:experts_few_down" + suffix, dim3((dim + 127) / 128, g.max_tiles), 256, few_smem(inter), hc.p, hs.p, g.tiles.p, g.count.p, w2.p, s2.p, y.p, dim, inter);
+    dim3 up((inter + 63) / 64, one ? k : g.max_tiles), down((dim + 127) / 128, one ? k : g.max_tiles);
+    if (one) {
+        std::vector<int32_t> order, at;
+        for (int i = 0; i < k; ++i) { order.push_back(i); at.push_back(e[i]); }
+        g.order = Dev<int32_t>(order);
+        g.expert_at = Dev<int32_t>(at);
+        for (int again = 0; again < 2; ++again) {
+            launch("moe/experts_few_sm90:experts_one_up", up, 288, few_smem(dim, true), xc.p, xs.p, g.experts.p, weights.p, w1.p, s1.p, w3.p, s3.p, hc.p, hs.p, dim, inter, 0u, E, 10.0f);
+            launch("moe/experts_few_sm90:experts_one_down", down, 288, few_smem(inter, true), hc.p, hs.p, g.experts.p, w2.p, s2.p, y.p, shared.p, out.p, counter.p, dim, inter, 0u, E);
+        }
+    } else {
+        launch("moe/experts_few_sm90:experts_few_up", up, 288, few_smem(dim, false), xc.p, xs.p, g.order.p, g.tiles.p, g.count.p, weights.p, w1.p, s1.p, w3.p, s3.p, hc.p, hs.p, dim, inter, k,
+               10.0f);
+        launch("moe/experts_few_sm90:experts_few_down", down, 288, few_smem(inter, false), hc.p, hs.p, g.tiles.p, g.count.p, w2.p, s2.p, y.p, dim, inter);
+    }
     ref_up<<<(np * inter + 127) / 128, 128>>>(1, fake, g.order, g.expert_at, weights, w1, s1, w3, s3, rh, g.P, dim, inter, k, 10.0f);
     launch("quant/act_quant", dim3((np * inter / 8 + 255) / 256), 256, 0, rh.p, (uint8_t*)nullptr, (uint8_t*)nullptr, rq.p, (int64_t)np * inter / 8);
     auto c = hc.get(), s = hs.get();
     std::vector<bf16> h;
     for (size_t i = 0; i < np * inter; ++i) h.push_back(__float2bfloat16(h_e4m3(c[i]) * ldexpf(1, s[i / 32] - 127)));
-    near("experts_few_up" + suffix, shape, h, rq.get(), 1.5e-2);
+    near(name + "_up", shape, h, rq.get(), 1.5e-2);
     Dev<bf16> dh(h);
     ref_down<<<(np * dim + 127) / 128, 128>>>(1, dh, g.order, g.expert_at, w2, s2, ry, g.P, dim, inter);
-    near("experts_few_down" + suffix, shape, y.get(), ry.get(), 3e-3);
+    near(name + "_down", shape, y.get(), ry.get(), 3e-3);
+    if (!one) return;
+    auto hy = y.get(), sh = shared.get();
+    std::vector<bf16> want;
+    std::vector<std::pair<uint32_t, int>> by_id;
+    for (int i = 0; i < k; ++i) by_id.push_back({e[i], i});
+    std::sort(by_id.begin(), by_id.end());
+    for (int d = 0; d < dim; ++d) {
+        float sum = 0;
+        for (auto [_, i] : by_id) sum += to_f(hy[(size_t)i * dim + d]);
+        want.push_back(__float2bfloat16(sum + to_f(sh[d])));
+    }
+    same(name + " out", shape, out.get(), want);
+}
+
+static void check_experts_many(int T, int E, int k, int dim, int inter, bool skew) {
+    auto e = random_experts(T, E, k, skew);
+    std::string shape = fmt("T%d E%d k%d %dx%d%s", T, E, k, dim, inter, skew ? " skew" : "");
+    auto g = group(e, 0, E, 128, false, 8);
+    auto w1 = rand_weight(1, wbytes(1, inter, dim) * E), w3 = rand_weight(1, wbytes(1, inter, dim) * E), w2 = rand_weight(1, wbytes(1, dim, inter) * E);
+    auto s1 = rand_u8(sbytes(1, inter, dim) * E, 2), s3 = rand_u8(sbytes(1, inter, dim) * E, 2), s2 = rand_u8(sbytes(1, dim, inter) * E, 2);
+    auto x = rand_bf16((size_t)T * dim, 0.02f);
+    auto weights = rand_f32((size_t)T * k);
+    // Tiles start at multiples of 8; a place past the last one of a tile may be read, never used.
+    size_t np = g.places, rp = (np + 7) / 8 * 8, kd = (dim + 127) / 128 * 128, ki = (inter + 127) / 128 * 128;
+    Dev<bf16> fake((size_t)T * dim), tiled(rp * kd), h(rp * ki), y(np * dim), rh(np * inter), rq(np * inter);
+    Dev<float> ry(np * dim);
+    launch("quant/act_quant", dim3(((size_t)T * dim / 8 + 255) / 256), 256, 0, x.p, (uint8_t*)nullptr, (uint8_t*)nullptr, fake.p, (int64_t)T * dim / 8);
+    launch("quant/act_quant:act_quant_tiled", dim3(np), 256, kd * 2, x.p, g.order.p, k, tiled.p, dim, (int64_t)dim, (int64_t)rp, 1, 1);
+    size_t smem = 4 * 32768 + 128 * 272 + 1024;
+    launch("moe/experts_many_sm90:experts_many_up", dim3(132), 384, smem, tiled.p, g.order.p, g.tiles.p, g.count.p, weights.p, w1.p, s1.p, w3.p, s3.p, h.p, dim, inter, (int64_t)rp, 10.0f);
+    launch("moe/experts_many_sm90:experts_many_down", dim3(132), 384, smem, h.p, g.tiles.p, g.count.p, w2.p, s2.p, y.p, dim, inter, (int64_t)rp);
+    ref_up<<<(np * inter + 127) / 128, 128>>>(1, fake, g.order, g.expert_at, weights, w1, s1, w3, s3, rh, np, dim, inter, k, 10.0f);
+    launch("quant/act_quant", dim3((np * inter / 8 + 255) / 256), 256, 0, rh.p, (uint8_t*)nullptr, (uint8_t*)nullptr, rq.p, (int64_t)np * inter / 8);
+    auto th = h.get(), hr = rq.get(), hy = y.get();
+    auto order = g.order.get();
+    std::vector<bf16> got, want, flat(np * inter);
+    for (size_t r = 0; r < np; ++r) {
+        if (order[r] < 0) continue;
+        for (int s = 0; s < (int)ki; ++s) {
+            int j = s % 128 >> 4, q = s >> 1 & 3, hh = s >> 3 & 1, i = s & 1, c = s / 128 * 128 + q * 32 + (j >> 1) * 8 + (j & 1) * 2 + hh + 4 * i;
+            bf16 v = th[((size_t)(s / 64) * rp + r) * 64 + (((s % 64 / 8) ^ (r & 7)) * 8) + s % 8];
+            if (c < inter) flat[r * inter + c] = v;
+            got.push_back(v);
+            want.push_back(c < inter ? hr[r * inter + c] : __float2bfloat16(0));
+        }
+    }
+    near("experts_many_up", shape, got, want, 1.5e-2);
+    Dev<bf16> dh(flat);
+    ref_down<<<(np * dim + 127) / 128, 128>>>(1, dh, g.order, g.expert_at, w2, s2, ry, np, dim, inter);
+    auto hry = ry.get();
+    std::vector<bf16> gy;
+    std::vector<float> wy;
+    for (size_t r = 0; r < np; ++r)
+        for (int d = 0; d < dim && order[r] >= 0; ++d) { gy.push_back(hy[r * dim + d]); wy.push_back(hry[r * dim + d]); }
+    near("experts_many_down", shape, gy, wy, 3e-3);
 }
 
 static void check_moe() {
+    check_experts_many(5, 6, 3, 96, 64, false);
+    check_experts_many(333, 7, 3, 352, 96, true);
+    check_experts_many(60, 4, 2, 832, 352, false);
+    check_experts_many(100, 8, 6, 5120, 2304, false);
     check_gate();
-    for (int tile : {8, 1}) {
-        check_experts_few(5, 6, 3, 96, 64, false, tile);
-        check_experts_few(37, 6, 3, 160, 96, true, tile);
-        check_experts_few(1, 8, 6, 5120, 2304, false, tile);
-        check_experts_few(3, 8, 6, 5120, 2304, true, tile);
-        check_experts_few(11, 4, 2, 832, 352, false, tile);
-    }
+    check_experts_few(5, 6, 3, 96, 64, false, false);
+    check_experts_few(37, 6, 3, 160, 96, true, false);
+    check_experts_few(3, 8, 6, 5120, 2304, true, false);
+    check_experts_few(11, 4, 2, 832, 352, false, false);
+    check_experts_few(1, 6, 3, 96, 64, false, true);
+    check_experts_few(1, 4, 2, 832, 352, false, true);
+    check_experts_few(1, 8, 6, 5120, 2304, false, true);
     group(random_experts(700, 384, 6, true), 96, 96, 64, true);
-    group(random_experts(4096, 384, 6, false), 0, 384, 64, true);
+    group(random_experts(4096, 384, 6, false), 0, 384, 128, true, 8);
+    group(random_experts(7, 16, 3, false), 4, 8, 128, true, 8);
     group(random_experts(1, 384, 6, false), 0, 384, 8, true);
     group(random_experts(80, 384, 6, true), 0, 384, 8, true);
     group(random_experts(85, 6, 3, true), 2, 3, 8, true);

@@ -84,6 +84,19 @@ static void check_hc_step(int T, int dim, int per, bool counter, bool post) {
     Dev<bf16> wf((size_t)T * dim);
     launch("quant/act_quant", dim3((T * dim / 8 + 255) / 256), 256, 0, out.p, (uint8_t*)nullptr, (uint8_t*)nullptr, wf.p, (int64_t)T * dim / 8);
     same("hc_step fake", shape, fake.get(), wf.get());
+    {
+        // The form for many tokens.
+        int many = (dim + 159) / 160;
+        Dev<bf16> pieces((size_t)3 * 24 * 4 * dim), stream2((size_t)T * 4 * dim), out2((size_t)T * dim), y3((size_t)T * dim);
+        Dev<float> coef2((size_t)T * 24), part2((size_t)T * many * 32);
+        launch("hyperconn/hc_many:hc_split_fn", dim3((24 * 4 * dim + 255) / 256), 256, 0, fn.p, pieces.p, (int64_t)24 * 4 * dim);
+        launch("hyperconn/hc_many", dim3(many, (T + 127) / 128), 256, 0, post ? x.p : nullptr, res.p, cin.p + 4, cin.p + 8, cin.p, pieces.p, stream2.p, y3.p, part2.p, T, dim, ld);
+        launch("hyperconn/hc_step:hc_finish", dim3(T), 256, 0, part2.p, y3.p, scale.p, base.p, w.p, coef2.p, out2.p, (bf16*)nullptr, (uint8_t*)nullptr, (uint8_t*)nullptr, many, dim, iters, 1e-6f,
+               1e-20f);
+        if (post) same("hc_many stream", shape, stream2.get(), hst);
+        near("hc_many coef", shape, coef2.get(), wc, 1e-5);
+        near("hc_many out", shape, out2.get(), wo, 4e-3);
+    }
     if (!post) return;
     // The parts against the fused kernel.
     Dev<bf16> st2((size_t)T * 4 * dim), y2((size_t)T * dim);
@@ -111,6 +124,8 @@ static void check_hyperconn() {
     check_hc_step(3, 96, 2, true, false);
     check_hc_step(37, 256, 8, false, true);
     check_hc_step(9, 5120, 4, false, true);
+    check_hc_step(150, 352, 8, false, true);
+    check_hc_step(300, 64, 8, false, false);
     int T = 200;
     std::vector<float> m(T * 24), sc = {1.f, 0.7f, 1.3f}, b(24);
     for (auto& v : m) v = normal() * 3;
