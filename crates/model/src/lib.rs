@@ -18,5 +18,5 @@ pub use config::{Config, IndexKeys, LinearDtype};
 pub use dspark::{DSpark, Draft, DraftRequest};
 pub use layer_plan::{KvSource, LayerPlan, PlannedLayer};
 pub use probe::{Probe, ProbePoint};
-pub use state::{Limits, ModelState, SequenceId};
+pub use state::{Limits, ModelState, Restored, SequenceId};
 pub use transformer::Transformer;

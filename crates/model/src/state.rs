@@ -6,6 +6,15 @@ use deepseek_v41_core::{Error, Result};
 
 use crate::{Config, LayerPlan};
 
+mod layout;
+mod restore;
+mod save;
+mod sequence;
+mod synthetic;
+
+pub use restore::Restored;
+pub(crate) use sequence::Sequence;
+
 /// How much a [`ModelState`] can hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
@@ -52,22 +61,6 @@ pub struct ModelState {
 struct Slot {
     generation: u32,
     sequence: Option<Sequence>,
-}
-
-/// One sequence. Its ids are also its n-gram history, so that there is no hash state to roll back.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct Sequence {
-    pub(crate) ids: Vec<u32>,
-    /// 1 inside image spans; empty as long as there is none.
-    pub(crate) image_mask: Vec<u8>,
-    /// How many of its tokens the draft rings have seen.
-    pub(crate) drafted: usize,
-    /// Length of the first chunk: the reference's stale index keys depend on it.
-    pub(crate) prefill: u32,
-    /// The longest the sequence has been since its rings were last whole; how far back `len` may go.
-    pub(crate) high_water: usize,
-    /// A step failed half-way and left the rings in an unknown state.
-    pub(crate) broken: bool,
 }
 
 impl ModelState {
@@ -251,64 +244,3 @@ fn unknown(id: SequenceId) -> Error {
     Error::value("sequence", format!("{id:?} is not a live sequence of this state"))
 }
 
-impl Sequence {
-    /// The last `n` tokens before the end, with their image mask.
-    pub(crate) fn history(&self, n: usize) -> (&[u32], Option<&[u8]>) {
-        let from = self.ids.len().saturating_sub(n);
-        let mask = (!self.image_mask.is_empty()).then(|| &self.image_mask[from..]);
-        (&self.ids[from..], mask)
-    }
-
-    /// Whether the caches still hold what a sequence of `len` tokens needs.
-    fn check_rewind(&self, len: usize, max_rollback: usize) -> Result<()> {
-        if self.broken {
-            return Err(Error::value("sequence", "an earlier step failed half-way: release it"));
-        }
-        if len > self.ids.len() {
-            return Err(Error::value(
-                "length",
-                format!("{len} is past the end of a sequence of {} tokens", self.ids.len()),
-            ));
-        }
-        // What counts is the longest it has been: those rows have replaced older ones in the rings.
-        let needed = if len == self.ids.len() { 0 } else { self.high_water - len };
-        if len > 0 && needed > max_rollback {
-            return Err(Error::Capacity {
-                what: "tokens of rollback",
-                needed,
-                available: max_rollback,
-            });
-        }
-        Ok(())
-    }
-
-    fn truncate(&mut self, len: usize) {
-        self.ids.truncate(len);
-        self.image_mask.truncate(len);
-        self.prefill = self.prefill.min(len as u32);
-        self.drafted = self.drafted.min(len);
-        if len == 0 {
-            // Nothing before it is needed any more.
-            self.high_water = 0;
-        }
-    }
-
-    /// Appends the tokens of a finished step.
-    pub(crate) fn append(&mut self, ids: &[u32], image_mask: Option<&[u8]>) {
-        if self.ids.is_empty() {
-            self.prefill = ids.len() as u32;
-        }
-        match image_mask {
-            Some(mask) => {
-                self.image_mask.resize(self.ids.len(), 0);
-                self.image_mask.extend_from_slice(mask);
-            }
-            None if !self.image_mask.is_empty() => {
-                self.image_mask.resize(self.ids.len() + ids.len(), 0);
-            }
-            None => {}
-        }
-        self.ids.extend_from_slice(ids);
-        self.high_water = self.high_water.max(self.ids.len());
-    }
-}

@@ -7,7 +7,7 @@ use deepseek_v41_attention::{
     AttnPlan, ChunkSpec, CompressedCache, IndexKeySource, LayerCache, RopeTables,
     SharedAttentionRuntime, WindowCache, last_published,
 };
-use deepseek_v41_core::{Comm, Error, LocalComm, Result, RmsNorm, Rope, VarBuilder};
+use deepseek_v41_core::{Comm, Error, Fingerprint, LocalComm, Result, RmsNorm, Rope, VarBuilder};
 use deepseek_v41_engram::{Engram, EngramHashes, EngramLayout, NgramWindow, TokenMap, engram_hash};
 use deepseek_v41_hyperconn::{PreMix, hc_expand, hc_mean, hc_pre};
 use deepseek_v41_quant::{Linear, WeightFormat};
@@ -35,6 +35,7 @@ pub struct Transformer {
     compressed_rope: Rope,
     ratios: Vec<usize>,
     source_ratios: Vec<usize>,
+    fingerprint: u64,
 }
 
 #[derive(Debug)]
@@ -70,6 +71,7 @@ impl Transformer {
     ) -> Result<Self> {
         cfg.validate()?;
         let plan = LayerPlan::new(cfg)?;
+        let fingerprint = fingerprint(cfg, token_map.as_ref(), &vb);
         let layers = vb.pp("layers");
         let blocks = plan.layers().iter().enumerate();
         let blocks = blocks
@@ -88,6 +90,7 @@ impl Transformer {
             device: vb.device().clone(),
             cfg: cfg.clone(),
             plan,
+            fingerprint,
         })
     }
 
@@ -104,6 +107,12 @@ impl Transformer {
     /// Where the weights are.
     pub fn device(&self) -> &Device {
         &self.device
+    }
+
+    /// A hash over everything that cached rows depend on: the configuration, the whole checkpoint
+    /// (see [`Weights::fingerprint`](deepseek_v41_core::Weights::fingerprint)) and the token map.
+    pub fn fingerprint(&self) -> u64 {
+        self.fingerprint
     }
 
     pub(crate) fn embed(&self) -> &Embedding {
@@ -161,12 +170,7 @@ impl Transformer {
         let mut chunks = Vec::with_capacity(batch.chunks.len());
         for chunk in &batch.chunks {
             let sequence = state.sequence(chunk.seq)?;
-            if sequence.broken {
-                return Err(Error::value(
-                    "sequence",
-                    "an earlier step failed half-way: release it and start anew",
-                ));
-            }
+            sequence.check_whole()?;
             check_chunk(&self.cfg, chunk)?;
             let (start, len) = (sequence.ids.len(), chunk.token_ids.len());
             let needed = start.saturating_add(len);
@@ -308,6 +312,19 @@ impl Transformer {
         });
         Ok(Some(PublishedKeys(layers.collect())))
     }
+}
+
+fn fingerprint(cfg: &Config, token_map: Option<&TokenMap>, vb: &VarBuilder) -> u64 {
+    let mut hash = Fingerprint::new();
+    // A derived `Debug` has every field, so that none can be forgotten here; should its text ever
+    // change, saved sequences are refused and not misread. How long a text may become changes no row.
+    let cfg = Config { max_position_embeddings: 0, ..cfg.clone() };
+    hash.update_framed(format!("{cfg:?}").as_bytes());
+    hash.update(&vb.weights().fingerprint().to_le_bytes());
+    for id in token_map.map_or(&[][..], TokenMap::ids) {
+        hash.update(&id.to_le_bytes());
+    }
+    hash.finish()
 }
 
 /// Rows of the last token of every chunk that has one.
