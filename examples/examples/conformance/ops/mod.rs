@@ -4,6 +4,7 @@ mod attention;
 mod attn;
 mod basic;
 mod compressor;
+mod draft;
 mod engram;
 mod gate;
 mod gemm;
@@ -32,6 +33,7 @@ fn runner(group: &str) -> Option<Run> {
         "moe" => moe::run,
         "compressor" => compressor::run,
         "attention" => attention::run,
+        "draft" => draft::run,
         "engram" => engram::run,
         "token_map" => engram::token_map,
         _ => return None,
