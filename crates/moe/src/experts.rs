@@ -1,10 +1,13 @@
 use std::ops::Range;
 
+use candle_core::Device;
 use deepseek_v41_core::{Result, VarBuilder, cpu};
 use deepseek_v41_quant::{Linear, WeightFormat};
 use half::bf16;
 use rayon::prelude::*;
 
+#[cfg(feature = "cuda")]
+use crate::cuda::DeviceExperts;
 use crate::gate::Routes;
 use crate::{MoeConfig, group_tokens, swiglu_ref};
 
@@ -83,6 +86,15 @@ impl Expert {
         self.w1.weight_bytes() + self.w2.weight_bytes() + self.w3.weight_bytes()
     }
 
+    /// Accessors of `w1`, `w2` and `w3`.
+    #[cfg(feature = "cuda")]
+    pub(crate) const LINEARS: [fn(&Self) -> &Linear; 3] = [|e| &e.w1, |e| &e.w2, |e| &e.w3];
+
+    #[cfg(feature = "cuda")]
+    pub(crate) fn limit(&self) -> f32 {
+        self.limit
+    }
+
     /// Operations of one token, for deciding about threads.
     fn work(&self) -> usize {
         6 * self.w1.in_dim() * self.w1.out_dim()
@@ -93,6 +105,8 @@ impl Expert {
 #[derive(Debug, Clone)]
 pub struct Experts {
     experts: Vec<Expert>,
+    #[cfg(feature = "cuda")]
+    device: Option<DeviceExperts>,
     range: Range<usize>,
     dim: usize,
 }
@@ -110,13 +124,28 @@ impl Experts {
     /// # Errors
     /// A weight is missing or of another shape or dtype.
     pub fn new(cfg: &MoeConfig, range: Range<usize>, vb: VarBuilder) -> Result<Self> {
-        let load = |j| Expert::new(cfg, cfg.expert_format, vb.pp(j));
-        let experts = range.clone().map(load).collect::<Result<_>>()?;
+        // A GPU holds all experts of a rank in one piece, not each by itself.
+        let host = vb.weights().var_builder(&Device::Cpu);
+        let host = if vb.prefix().is_empty() {
+            host
+        } else {
+            host.pp(vb.prefix())
+        };
+        let load = |j| Expert::new(cfg, cfg.expert_format, host.pp(j));
+        let experts: Vec<_> = range.clone().map(load).collect::<Result<_>>()?;
         Ok(Self {
+            #[cfg(feature = "cuda")]
+            device: DeviceExperts::new(&experts, range.start, vb.device())?,
             experts,
             range,
             dim: cfg.dim,
         })
+    }
+
+    /// Its copy on a GPU.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn device(&self) -> Option<&DeviceExperts> {
+        self.device.as_ref()
     }
 
     /// The experts this rank holds.

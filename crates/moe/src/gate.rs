@@ -4,6 +4,8 @@ use deepseek_v41_core::{Error, Result, StoredDtype, VarBuilder, WeightError};
 use half::bf16;
 use rayon::prelude::*;
 
+#[cfg(feature = "cuda")]
+use crate::cuda::DeviceGate;
 use crate::ops::{at_token, with_slice};
 use crate::{GateParams, MoeConfig, route_weights_ref, scores_ref, topk_gate_ref};
 
@@ -54,10 +56,13 @@ pub struct Gate {
     bias_vl: Option<Vec<f32>>,
     params: GateParams,
     dim: usize,
+    #[cfg(feature = "cuda")]
+    device: Option<DeviceGate>,
 }
 
-/// Tokens whose input is widened at once.
-const TOKENS_AT_ONCE: usize = 16;
+/// Tokens whose input is widened at once: enough that widening the weights is shared by many, 1.3 MB at
+/// release shapes.
+const TOKENS_AT_ONCE: usize = 64;
 
 impl Gate {
     /// Reads `weight: [E, dim]` bf16, `bias: [E]` f32 and, if the settings say so, `bias_vl: [E]` f32
@@ -68,10 +73,10 @@ impl Gate {
     /// bias, or a device without kernels in this build.
     pub fn new(cfg: &MoeConfig, vb: VarBuilder) -> Result<Self> {
         cfg.validate()?;
-        if !vb.device().is_cpu() {
+        if !vb.device().is_cpu() && !cfg!(feature = "cuda") {
             return Err(Error::Unsupported {
                 what: format!(
-                    "mixture of experts on {:?}: load on the CPU",
+                    "mixture of experts on {:?}: build with `--features cuda`",
                     vb.device().location()
                 ),
             });
@@ -88,10 +93,14 @@ impl Gate {
                 None => Ok(bias),
             }
         };
+        let own = bias("bias")?;
+        let bias_vl = cfg.bias_vl.then(|| bias("bias_vl")).transpose()?;
         Ok(Self {
+            #[cfg(feature = "cuda")]
+            device: DeviceGate::new(weight.bytes(), dim, &own, bias_vl.as_deref(), vb.device())?,
             weight,
-            bias: bias("bias")?,
-            bias_vl: cfg.bias_vl.then(|| bias("bias_vl")).transpose()?,
+            bias: own,
+            bias_vl,
             params: cfg.gate(),
             dim,
         })
@@ -107,6 +116,16 @@ impl Gate {
     /// Reference: `Gate.forward`.
     pub fn forward(&self, xs: &Tensor, image_mask: Option<&Tensor>) -> Result<Routing> {
         let t = self.tokens("gate", xs)?;
+        #[cfg(feature = "cuda")]
+        if let Some(device) = &self.device {
+            if let Some(mask) = image_mask.filter(|mask| mask.dims() != [t]) {
+                return Err(Error::shape(
+                    "gate",
+                    format!("image mask: expected [{t}], found {:?}", mask.dims()),
+                ));
+            }
+            return device.route(xs, image_mask, None, self.params);
+        }
         let routes = with_slice("gate", xs, |xs: &[bf16]| {
             self.route_tensor(xs, t, image_mask)
         })?;
@@ -130,6 +149,10 @@ impl Gate {
                 ));
             }
         };
+        #[cfg(feature = "cuda")]
+        if let Some(device) = &self.device {
+            return device.route(xs, None, Some(experts), self.params);
+        }
         let chosen = with_slice("gate", experts, |e: &[u32]| Ok(e.to_vec()))?;
         check_experts(&chosen, self.bias.len())?;
         let mut routes = Routes {

@@ -1,7 +1,9 @@
 #![doc = include_str!("../README.md")]
-#![forbid(unsafe_code)]
+#![cfg_attr(not(feature = "cuda"), forbid(unsafe_code))]
 
 mod config;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod experts;
 mod gate;
 mod moe;

@@ -77,6 +77,10 @@ impl Moe {
     /// Reference: `MoE.forward`.
     pub fn forward(&self, xs: &Tensor, image_mask: Option<&Tensor>) -> Result<Tensor> {
         let t = self.gate.tokens("moe", xs)?;
+        #[cfg(feature = "cuda")]
+        if xs.device().is_cuda() {
+            return self.forward_routed(xs, &self.gate.forward(xs, image_mask)?);
+        }
         with_slice("moe", xs, |xs: &[bf16]| {
             let routes = self.gate.route_tensor(xs, t, image_mask)?;
             self.run(xs, t, &routes)
@@ -105,6 +109,17 @@ impl Moe {
                     weights.dtype()
                 ),
             ));
+        }
+        #[cfg(feature = "cuda")]
+        if xs.device().is_cuda() {
+            let Self {
+                experts,
+                shared,
+                same_values,
+                comm,
+                ..
+            } = self;
+            return crate::cuda::moe(xs, routing, experts.device(), shared, *same_values, &**comm);
         }
         let k = experts.dims()[1];
         let routes = Routes {

@@ -88,6 +88,10 @@ pub fn topk_gate(logits: &Tensor, bias: &Tensor, p: GateParams) -> Result<Routin
         ));
     }
     p.validate(e)?;
+    #[cfg(feature = "cuda")]
+    if logits.device().is_cuda() {
+        return crate::cuda::topk_gate(logits, &bias.contiguous()?, None, None, None, p);
+    }
     let mut scores = with_slice(OP, logits, |logits: &[f32]| Ok(logits.to_vec()))?;
     let k = p.n_activated;
     let (mut experts, mut weights) = (vec![0u32; t * k], vec![0f32; t * k]);
