@@ -1,20 +1,17 @@
 //! Streaming generation.
 
-use std::collections::VecDeque;
-
+use candle_core::Tensor;
 use deepseek_v41_core::{Error, Result};
 use deepseek_v41_model::{ImageSpan, Limits};
 
 use crate::{
     DeepSeekV41, Prompt, Session,
-    sampling::{Sampled, Sampler, SamplingParams, TokenHistory},
+    continuation::{Continuation, Verified},
+    prompt::check_image_tokens,
+    sampling::{Sampled, Sampler, SamplingParams},
     speculative::{
         DraftHead, DraftLength, PromptLookup, Proposal, ProposeContext, Proposer, SpeculationStats,
-        accept,
     },
-    stop::{StopStrings, Stopped},
-    text_stream::TextStream,
-    tokenizer::SpecialTokens,
 };
 
 /// How a text is continued.
@@ -108,22 +105,14 @@ pub struct Usage {
 /// After an error the iterator ends.
 pub struct Generation<'s, 'm> {
     session: Held<'s, 'm>,
-    sampler: Sampler,
-    options: GenerateOptions,
-    eos: u32,
+    text: Continuation,
     /// The prompt, until it has been run.
     prompt: Option<(Vec<u32>, Vec<ImageSpan>)>,
-    /// For the penalties.
-    prompt_ids: Vec<u32>,
-    generated: Vec<u32>,
-    stream: TextStream,
-    stops: StopStrings,
-    usage: Usage,
-    events: VecDeque<Event>,
-    finished: bool,
     on_prefill: Option<Box<dyn FnMut(usize, usize) + Send + 's>>,
     proposer: Option<Box<dyn Proposer + 'm>>,
-    stats: SpeculationStats,
+    /// What went wrong, until it has been handed out behind the events before it.
+    error: Option<Error>,
+    failed: bool,
 }
 
 enum Held<'s, 'm> {
@@ -189,7 +178,7 @@ impl<'s, 'm> Generation<'s, 'm> {
     ) -> Result<Self> {
         let held = session.get();
         let model = held.model;
-        let sampler = Sampler::new(options.sampling.clone())?;
+        check_image_tokens(model.config(), &ids, &images)?;
         let before = held.state.token_ids(held.seq)?.to_vec();
         // What was handed out but not run yet comes first, and moves the pictures along.
         let mut run = held.pending.clone();
@@ -207,7 +196,7 @@ impl<'s, 'm> Generation<'s, 'm> {
         if run.is_empty() {
             return Err(Error::value("prompt", "has no tokens, so there is nothing to continue"));
         }
-        let usage = Usage { prompt_tokens: run.len(), completion_tokens: 0 };
+        let text = Continuation::new(model, options, prompt_ids, run.len(), available)?;
         let proposer: Option<Box<dyn Proposer + 'm>> = match &options.speculation {
             Speculation::Off => None,
             Speculation::PromptLookup(lookup) => Some(Box::new(*lookup)),
@@ -225,20 +214,12 @@ impl<'s, 'm> Generation<'s, 'm> {
         };
         Ok(Self {
             session,
-            sampler,
-            options: options.clone(),
-            eos: model.special_ids().eos,
+            text,
             prompt: Some((run, images)),
-            prompt_ids,
-            generated: Vec::new(),
-            stream: model.tokenizer().text_stream(SpecialTokens::Skip),
-            stops: StopStrings::new(options.stop.iter().cloned()),
-            usage,
-            events: VecDeque::new(),
-            finished: false,
             on_prefill: None,
             proposer,
-            stats: SpeculationStats::default(),
+            error: None,
+            failed: false,
         })
     }
 
@@ -251,12 +232,12 @@ impl<'s, 'm> Generation<'s, 'm> {
 
     /// The sampler, to add hooks to it.
     pub fn sampler(&mut self) -> &mut Sampler {
-        &mut self.sampler
+        &mut self.text.sampler
     }
 
     /// Tokens chosen so far.
     pub fn generated(&self) -> &[u32] {
-        &self.generated
+        self.text.generated()
     }
 
     /// Only the text, piece by piece.
@@ -279,34 +260,31 @@ impl<'s, 'm> Generation<'s, 'm> {
 
     /// How well guesses did so far.
     pub fn speculation(&self) -> &SpeculationStats {
-        &self.stats
+        self.text.stats()
     }
 
     fn step(&mut self) -> Result<()> {
-        if self.options.max_tokens == 0 {
-            self.end(FinishReason::MaxTokens);
+        self.text.end_if_nothing_is_wanted();
+        if self.text.is_finished() {
             return Ok(());
         }
         match self.prompt.take() {
             Some((ids, images)) => {
                 let logits = self.run_prompt(&ids, &images)?;
-                let sampled = self.sample(&logits)?;
-                self.take(sampled)
+                let mut verified = Verified::default();
+                let done = self.text.verify(&Proposal::default(), &[logits], &mut verified);
+                self.session.get().pending.extend(verified.next);
+                done
             }
             None => self.round(),
         }
     }
 
-    fn sample(&mut self, logits: &[f32]) -> Result<Sampled> {
-        let history = TokenHistory { prompt: &self.prompt_ids, generated: &self.generated };
-        self.sampler.sample(logits, history)
-    }
-
     fn run_prompt(&mut self, ids: &[u32], images: &[ImageSpan]) -> Result<Vec<f32>> {
-        let (session, chunk) = (self.session.get(), self.options.prefill_chunk);
+        let (session, chunk) = (self.session.get(), self.text.options.prefill_chunk);
         let total = ids.len();
         let report = &mut self.on_prefill;
-        let (proposer, sampler) = (&mut self.proposer, &mut self.sampler);
+        let (proposer, sampler) = (&mut self.proposer, &mut self.text.sampler);
         let want_hidden = proposer.as_ref().is_some_and(|p| p.needs_hidden());
         if let (true, Some(proposer), Some(unseen)) =
             (want_hidden, proposer.as_mut(), session.unseen.take())
@@ -348,38 +326,32 @@ impl<'s, 'm> Generation<'s, 'm> {
         let proposal = self.propose()?;
         let session = self.session.get();
         let start = session.state.len(session.seq)?;
-        let mut ids = std::mem::take(&mut session.pending);
-        let run = ids.len();
-        ids.extend(&proposal.tokens);
+        let run = session.pending.len();
+        let ids = [&session.pending[..], &proposal.tokens].concat();
         let want_hidden = self.proposer.as_ref().is_some_and(|p| p.needs_hidden());
         let out = session.verify(ids, want_hidden)?;
+        session.pending.clear();
         let rows = out.logits.narrow(0, run - 1, proposal.tokens.len() + 1)?.to_vec2::<f32>()?;
-        let kept = match self.sampler.params().temperature == 0.0 {
-            true => self.keep_greedy(&proposal.tokens, &rows)?,
-            false => self.keep_sampled(&proposal, &rows)?,
-        };
-        self.stats.record(proposal.tokens.len(), kept);
-        // The text is now its last run token, the drafts that stood, and perhaps one not run yet.
-        let end = start + run + kept;
+        let mut verified = Verified::default();
+        let done = self.text.verify(&proposal, &rows, &mut verified);
+        // The text is now its last run token, the drafts that stood, and perhaps one not run yet: also
+        // when something went wrong behind them.
         let session = self.session.get();
+        let end = start + run + verified.kept;
         if end < session.state.len(session.seq)? {
             session.state.truncate(session.seq, end)?;
         }
+        session.pending.extend(verified.next);
         // Kept in the session, so that another generation can draft on.
-        session.unseen = out.target_hidden.map(|h| h.narrow(0, 0, run + kept)).transpose()?;
-        Ok(())
+        let kept = |h: Tensor| h.narrow(0, 0, run + verified.kept);
+        session.unseen = out.target_hidden.map(kept).transpose()?;
+        done
     }
 
     fn propose(&mut self) -> Result<Proposal> {
         let Some(proposer) = &mut self.proposer else { return Ok(Proposal::default()) };
         let session = self.session.get();
-        let len = session.len()?;
-        let limits = session.state.limits();
-        // A pass gives one token more than it is given, and what is guessed must fit the caches and
-        // be possible to take back.
-        let left = self.options.max_tokens.saturating_sub(self.generated.len() + 1);
-        let room = limits.max_len.saturating_sub(len);
-        let max = left.min(room).min(limits.max_rollback);
+        let max = self.text.max_drafts(session.state.limits().max_rollback);
         let text = session.token_ids()?;
         let hidden = match proposer.needs_hidden() {
             true => Some(session.take_unseen()?),
@@ -391,134 +363,12 @@ impl<'s, 'm> Generation<'s, 'm> {
             text: &text,
             next: text.last().copied(),
             hidden: hidden.as_ref(),
-            sampler: &mut self.sampler,
+            sampler: &mut self.text.sampler,
             max,
         };
         let mut proposal = proposer.propose(ctx)?;
         proposal.tokens.truncate(max);
         Ok(proposal)
-    }
-
-    /// Takes the target's own tokens as long as they are the drafts. Returns how many drafts are part
-    /// of the text.
-    fn keep_greedy(&mut self, drafts: &[u32], rows: &[Vec<f32>]) -> Result<usize> {
-        for (j, row) in rows.iter().enumerate() {
-            let sampled = self.sample(row)?;
-            let stands = drafts.get(j) == Some(&sampled.token);
-            self.take_verified(sampled, stands)?;
-            if !stands {
-                return Ok(j);
-            }
-            if self.finished {
-                return Ok(j + 1);
-            }
-        }
-        Ok(drafts.len())
-    }
-
-    /// As [`Generation::keep_greedy`], for tokens that are drawn.
-    fn keep_sampled(&mut self, proposal: &Proposal, rows: &[Vec<f32>]) -> Result<usize> {
-        let drafts = &proposal.tokens;
-        if drafts.is_empty() {
-            let sampled = self.sample(&rows[0])?;
-            self.take(sampled)?;
-            return Ok(0);
-        }
-        let uniforms: Vec<f64> = drafts.iter().map(|_| self.sampler.uniform()).collect();
-        let mut uniforms = uniforms.into_iter();
-        let mut generated = self.generated.clone();
-        let (sampler, prompt) = (&mut self.sampler, &self.prompt_ids);
-        let vocab = rows[0].len();
-        let one_hot: Vec<Vec<f32>> = match proposal.probs.is_empty() {
-            true => drafts.iter().map(|d| one_hot(vocab, *d)).collect(),
-            false => Vec::new(),
-        };
-        let accepted = accept(
-            drafts,
-            |j| Ok(proposal.probs.get(j).or(one_hot.get(j)).map_or(&[][..], Vec::as_slice)),
-            |j| {
-                if let Some(j) = j.checked_sub(1) {
-                    generated.push(drafts[j]);
-                }
-                sampler.probs(&rows[j], TokenHistory { prompt, generated: &generated })
-            },
-            || uniforms.next().unwrap_or(0.0),
-        )?;
-        for (j, &draft) in drafts[..accepted.kept].iter().enumerate() {
-            let sampled = self.sampler.report(&rows[j], draft);
-            self.take_verified(sampled, true)?;
-            if self.finished {
-                return Ok(j + 1);
-            }
-        }
-        let token = self.sampler.draw(&accepted.next)?;
-        let sampled = self.sampler.report(&rows[accepted.kept], token);
-        self.take(sampled)?;
-        Ok(accepted.kept)
-    }
-
-    /// [`Generation::take`] for a token that may already have been run.
-    fn take_verified(&mut self, sampled: Sampled, was_run: bool) -> Result<()> {
-        self.take(sampled)?;
-        if was_run {
-            self.session.get().pending.clear();
-        }
-        Ok(())
-    }
-
-    fn take(&mut self, sampled: Sampled) -> Result<()> {
-        let id = sampled.token;
-        let session = self.session.get();
-        session.pending.push(id);
-        self.generated.push(id);
-        let len = self.prompt_ids.len() + self.generated.len();
-        let full = len >= session.state.limits().max_len;
-        self.usage.completion_tokens += 1;
-        self.events.push_back(Event::Token(sampled));
-        let is_stop = id == self.eos && !self.options.ignore_eos;
-        if is_stop || self.options.stop_ids.contains(&id) {
-            self.end(FinishReason::StopToken(id));
-            return Ok(());
-        }
-        let text = self.stream.push(id)?;
-        match self.stops.push(&text) {
-            Stopped::Yes { text, stop } => {
-                self.show(text);
-                self.done(FinishReason::StopString(stop));
-                return Ok(());
-            }
-            Stopped::No(text) => self.show(text),
-        }
-        if self.usage.completion_tokens >= self.options.max_tokens {
-            self.end(FinishReason::MaxTokens);
-        } else if full {
-            self.end(FinishReason::ContextFull);
-        }
-        Ok(())
-    }
-
-    /// Ends the text with everything that was held back.
-    fn end(&mut self, reason: FinishReason) {
-        let rest = self.stream.finish();
-        match self.stops.push(&rest) {
-            Stopped::Yes { text, .. } => self.show(text),
-            Stopped::No(text) => {
-                let rest = text + &self.stops.finish();
-                self.show(rest);
-            }
-        }
-        self.done(reason);
-    }
-
-    fn done(&mut self, reason: FinishReason) {
-        self.events.push_back(Event::Done { reason, usage: self.usage });
-        self.finished = true;
-    }
-
-    fn show(&mut self, text: String) {
-        if !text.is_empty() {
-            self.events.push_back(Event::Text(text));
-        }
     }
 }
 
@@ -526,20 +376,26 @@ impl Iterator for Generation<'_, '_> {
     type Item = Result<Event>;
 
     fn next(&mut self) -> Option<Self::Item> {
-        while self.events.is_empty() && !self.finished {
+        while !self.text.has_events() && !self.text.is_finished() && !self.failed {
             if let Err(err) = self.step() {
-                self.finished = true;
-                return Some(Err(err));
+                (self.error, self.failed) = (Some(err), true);
             }
         }
-        self.events.pop_front().map(Ok)
+        let event = self.text.next_event().map(Ok);
+        event.or_else(|| self.error.take().map(Err))
     }
 }
 
-fn one_hot(vocab: usize, token: u32) -> Vec<f32> {
-    let mut row = vec![0.0; vocab];
-    if let Some(p) = row.get_mut(token as usize) {
-        *p = 1.0;
+impl Drop for Generation<'_, '_> {
+    /// The text ends with the last token that was handed out: a pass may have accepted more.
+    fn drop(&mut self) {
+        let unseen = self.text.unseen_tokens();
+        if unseen > 0 && let Held::Borrowed(session) = &mut self.session {
+            // They came in one pass and so lie within the slack. Without it they would stay, which is
+            // what the model said, too.
+            if let Ok(len) = session.len() {
+                session.truncate(len.saturating_sub(unseen)).ok();
+            }
+        }
     }
-    row
 }

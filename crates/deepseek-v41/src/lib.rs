@@ -1,7 +1,13 @@
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 
+#[cfg(feature = "chat")]
+pub mod chat;
+mod continuation;
+pub mod engine;
 mod generate;
+#[cfg(feature = "vision")]
+mod images;
 mod load;
 mod prompt;
 pub mod sampling;
@@ -21,6 +27,10 @@ pub use deepseek_v41_model as model;
 pub use deepseek_v41_moe as moe;
 pub use deepseek_v41_quant as quant;
 pub use generate::{Event, FinishReason, GenerateOptions, Generation, Speculation, Usage};
+#[cfg(feature = "vision")]
+pub use deepseek_v41_vision as vision;
+#[cfg(feature = "vision")]
+pub use images::{ImagePrompt, Vision};
 pub use load::{DeepSeekV41, LoadOptions, SpecialIds};
 pub use prompt::Prompt;
 pub use sampling::{LogitsHook, Sampled, Sampler, SamplingParams, TokenHistory, TokenLogprob};

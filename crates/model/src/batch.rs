@@ -43,6 +43,8 @@ pub enum LogitRows {
     All,
     /// None: the pass only fills the caches.
     None,
+    /// The last `n` tokens of every chunk, all of a shorter one.
+    Newest(usize),
 }
 
 /// A step: chunks of different sequences, at whatever position each stands.

@@ -181,6 +181,16 @@ impl ModelState {
         self.slots.iter().all(|s| s.sequence.is_none())
     }
 
+    /// Sequences that can still be created.
+    pub fn available(&self) -> usize {
+        self.slots.iter().filter(|s| s.sequence.is_none()).count()
+    }
+
+    /// Tokens of all sequences together.
+    pub fn tokens(&self) -> usize {
+        self.slots.iter().filter_map(|s| s.sequence.as_ref()).map(|s| s.ids.len()).sum()
+    }
+
     /// Tokens of the sequence that the draft head has seen.
     ///
     /// # Errors

@@ -7,10 +7,11 @@ use deepseek_v41_attention::{
     AttnPlan, ChunkSpec, CompressedCache, IndexKeySource, LayerCache, RopeTables,
     SharedAttentionRuntime, WindowCache, last_published,
 };
-use deepseek_v41_core::{Comm, Error, Fingerprint, LocalComm, Result, RmsNorm, Rope, VarBuilder};
+use deepseek_v41_core::{Comm, Error, Fingerprint, LocalComm, Result, RmsNorm, Rope, VarBuilder, upload};
 use deepseek_v41_engram::{Engram, EngramHashes, EngramLayout, NgramWindow, TokenMap, engram_hash};
 use deepseek_v41_hyperconn::{PreMix, hc_expand, hc_mean, hc_pre};
 use deepseek_v41_quant::{Linear, WeightFormat};
+use half::bf16;
 
 use crate::{
     Config, ForwardBatch, ForwardOutput, IndexKeys, LayerPlan, LogitRows, ModelState, Probe,
@@ -213,7 +214,7 @@ impl Transformer {
         for (i, (block, role)) in self.blocks.iter().zip(self.plan.layers()).enumerate() {
             if let (Some(e), Some(engram), Some(hashes)) = (role.engram, &self.engram, hashes) {
                 let layer = &engram.layers[e];
-                let rows = layer.gather(&hashes.tensor(e, &self.device)?)?;
+                let rows = layer.gather(&hashes.tensor(e, &layer.hash_device())?)?;
                 stream = layer.forward(&stream, &rows, step.image_mask)?;
                 step.probe.value(i, ProbePoint::Engram, &stream)?;
             }
@@ -246,10 +247,14 @@ impl Transformer {
         let rows = match batch.logits {
             LogitRows::All => None,
             LogitRows::None => Some(Vec::new()),
-            LogitRows::Last => Some(last_rows(batch)),
+            LogitRows::Last => Some(newest_rows(batch, 1)),
+            LogitRows::Newest(n) => Some(newest_rows(batch, n)),
         };
         let xs = match rows {
             None => hc_pre(stream, &carried)?,
+            Some(rows) if rows.is_empty() => {
+                return upload(Vec::<f32>::new(), (0, self.cfg.vocab_size), &self.device);
+            }
             Some(rows) => {
                 let n = rows.len();
                 let rows = Tensor::from_vec(rows, n, &self.device)?;
@@ -261,12 +266,13 @@ impl Transformer {
     }
 
     fn empty_output(&self, batch: &ForwardBatch) -> Result<ForwardOutput> {
-        let empty = |width, dtype| Tensor::zeros((0, width), dtype, &self.device);
         let width = self.cfg.dspark_target_layer_ids.len() * self.cfg.dim;
         let hidden = batch.target_hidden && width > 0;
         Ok(ForwardOutput {
-            logits: empty(self.cfg.vocab_size, candle_core::DType::F32)?,
-            target_hidden: hidden.then(|| empty(width, candle_core::DType::BF16)).transpose()?,
+            logits: upload(Vec::<f32>::new(), (0, self.cfg.vocab_size), &self.device)?,
+            target_hidden: hidden
+                .then(|| upload(Vec::<bf16>::new(), (0, width), &self.device))
+                .transpose()?,
         })
     }
 
@@ -327,14 +333,16 @@ fn fingerprint(cfg: &Config, token_map: Option<&TokenMap>, vb: &VarBuilder) -> u
     hash.finish()
 }
 
-/// Rows of the last token of every chunk that has one.
-fn last_rows(batch: &ForwardBatch) -> Vec<u32> {
+/// Rows of the last `n` tokens of every chunk.
+fn newest_rows(batch: &ForwardBatch, n: usize) -> Vec<u32> {
+    let mut rows = Vec::new();
     let mut end = 0;
-    let ends = batch.chunks.iter().filter(|c| !c.token_ids.is_empty()).map(|chunk| {
-        end += chunk.token_ids.len() as u32;
-        end - 1
-    });
-    ends.collect()
+    for chunk in &batch.chunks {
+        let start = end;
+        end += chunk.token_ids.len();
+        rows.extend(start.max(end.saturating_sub(n)) as u32..end as u32);
+    }
+    rows
 }
 
 /// `[layer][token]` → the source whose keys are scored.

@@ -1,8 +1,9 @@
+use candle_core::Tensor;
 use deepseek_v41_core::{Error, Result};
-use deepseek_v41_model::{DSpark, DraftRequest};
+use deepseek_v41_model::{DSpark, DraftRequest, ModelState, SequenceId};
 
-use super::{DraftLength, ProposeContext, Proposal, Proposer};
-use crate::sampling::{SamplingParams, TokenHistory, probs};
+use super::{DraftLength, Proposal, ProposeContext, Proposer};
+use crate::sampling::{Sampler, SamplingParams, TokenHistory, probs};
 
 /// Proposals of the checkpoint's own draft head.
 #[derive(Debug)]
@@ -37,6 +38,11 @@ impl<'m> DraftHead<'m> {
         };
         Ok(Self { head, length, sampling })
     }
+
+    /// Most tokens it proposes.
+    pub(crate) fn block_size(&self) -> usize {
+        self.head.block_size()
+    }
 }
 
 impl Proposer for DraftHead<'_> {
@@ -45,31 +51,71 @@ impl Proposer for DraftHead<'_> {
     }
 
     fn propose(&mut self, ctx: ProposeContext<'_>) -> Result<Proposal> {
-        let hidden = ctx.hidden.ok_or(Error::MissingSource { what: "the hidden states to draft from" })?;
-        let request = DraftRequest { seq: ctx.seq, committed: hidden.dims()[0], next: ctx.next };
-        let (greedy, sampling, sampler) = (self.sampling.temperature == 0.0, &self.sampling, ctx.sampler);
-        let mut drawn = Vec::new();
-        let mut choose = |_: usize, _: usize, logits: &[f32]| {
-            if greedy {
-                return argmax(logits);
-            }
-            let probs = probs(logits, sampling, TokenHistory::default())?;
-            let token = sampler.draw(&probs)?;
-            drawn.push(probs);
-            Ok(token)
+        let hidden =
+            ctx.hidden.ok_or(Error::MissingSource { what: "the hidden states to draft from" })?;
+        let item = DraftItem {
+            seq: ctx.seq,
+            hidden: hidden.clone(),
+            next: ctx.next,
+            sampler: ctx.sampler,
+            max: ctx.max,
+            by: self,
         };
-        let drafts = self.head.draft(&[request], hidden, ctx.state, &mut choose)?;
-        let Some(draft) = drafts.into_iter().next().flatten() else {
-            return Ok(Proposal::default());
-        };
-        let n = self.length.choose(&draft.confidence).min(ctx.max);
+        let proposals = propose_all(self.head, vec![item], ctx.state)?;
+        Ok(proposals.into_iter().next().unwrap_or_default())
+    }
+}
+
+/// One sequence's part in a draft step of several.
+pub(crate) struct DraftItem<'a> {
+    pub(crate) seq: SequenceId,
+    /// `[n, ..]`: its tokens since its last draft step.
+    pub(crate) hidden: Tensor,
+    /// `None` only shows the head what was run.
+    pub(crate) next: Option<u32>,
+    pub(crate) sampler: &'a mut Sampler,
+    pub(crate) max: usize,
+    pub(crate) by: &'a DraftHead<'a>,
+}
+
+/// Proposals for several sequences, drafted in one step: each as if it were alone.
+pub(crate) fn propose_all(
+    head: &DSpark,
+    mut items: Vec<DraftItem<'_>>,
+    state: &mut ModelState,
+) -> Result<Vec<Proposal>> {
+    let request =
+        |i: &DraftItem<'_>| DraftRequest { seq: i.seq, committed: i.hidden.dims()[0], next: i.next };
+    let requests: Vec<_> = items.iter().map(request).collect();
+    let new: Vec<_> = items.iter().map(|i| &i.hidden).filter(|h| h.dims()[0] > 0).collect();
+    let hidden = match (&new[..], &items[..]) {
+        ([], [any, ..]) => any.hidden.clone(),
+        ([one], _) => (*one).clone(),
+        (several, _) => Tensor::cat(several, 0)?,
+    };
+    let mut drawn: Vec<Vec<Vec<f32>>> = vec![Vec::new(); items.len()];
+    let mut choose = |item: usize, _: usize, logits: &[f32]| {
+        let DraftItem { by, sampler, .. } = &mut items[item];
+        if by.sampling.temperature == 0.0 {
+            return argmax(logits);
+        }
+        let probs = probs(logits, &by.sampling, TokenHistory::default())?;
+        let token = sampler.draw(&probs)?;
+        drawn[item].push(probs);
+        Ok(token)
+    };
+    let drafts = head.draft(&requests, &hidden, state, &mut choose)?;
+    let proposals = drafts.into_iter().zip(drawn).zip(&items).map(|((draft, probs), item)| {
+        let Some(draft) = draft else { return Proposal::default() };
+        let n = item.by.length.choose(&draft.confidence).min(item.max);
         let mut proposal =
-            Proposal { tokens: draft.tokens, probs: drawn, confidence: draft.confidence };
+            Proposal { tokens: draft.tokens, probs, confidence: draft.confidence };
         proposal.tokens.truncate(n);
         proposal.probs.truncate(n);
         proposal.confidence.truncate(n);
-        Ok(proposal)
-    }
+        proposal
+    });
+    Ok(proposals.collect())
 }
 
 /// The largest logit, the lowest index among equals.

@@ -15,7 +15,9 @@ use candle_core::Tensor;
 use deepseek_v41_core::Result;
 use deepseek_v41_model::{ModelState, SequenceId};
 pub use draft_head::DraftHead;
+pub(crate) use draft_head::{DraftItem, propose_all};
 pub use lookup::PromptLookup;
+pub(crate) use schedule::sigmoid;
 pub use schedule::{DraftLength, schedule};
 
 use crate::sampling::Sampler;

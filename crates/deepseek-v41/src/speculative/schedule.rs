@@ -36,7 +36,7 @@ impl DraftLength {
     }
 }
 
-fn sigmoid(logit: f32) -> f64 {
+pub(crate) fn sigmoid(logit: f32) -> f64 {
     1.0 / (1.0 + (-f64::from(logit)).exp())
 }
 
