@@ -2,7 +2,7 @@
 //
 // Maths    p_i = softmax_i(score_i[d]); latent[d] = bf16(sum_i kv_i[d] * p_i); out = bf16(w * latent * rsqrt(mean + eps))
 // Layout   kv_new, score_new [T, D] f32 (this chunk's projections); kv_pend, score_pend [slots, D] f32 (rows of open
-//          groups); src [G, ratio] i32: token t of this chunk as t, pending row p as -2 - p; w [D] bf16; out [G, D] bf16
+//          groups); src [G, ratio] i32: token t of this chunk as t, pending row p as -2 - p; w [D] bf16 or null (no norm); out [G, D] bf16
 // Grid     one block per group, block min(D, 512) rounded up to 32, 4*D bytes of dynamic shared memory
 // Numerics f32, pooled value rounded to bf16 before its norm, as the reference
 // Checked  tests_cuda/check.cu, crates/attention/tests
@@ -35,5 +35,5 @@ extern "C" __global__ void __launch_bounds__(512) compress(const float* kv_new, 
     }
     float r = rsqrtf(block_sum(sq, scratch) / (float)D + eps);
     for (int d = threadIdx.x; d < D; d += blockDim.x)
-        out[(int64_t)blockIdx.x * D + d] = __float2bfloat16_rn(__bfloat162float(w[d]) * (latent[d] * r));
+        out[(int64_t)blockIdx.x * D + d] = __float2bfloat16_rn(w ? __bfloat162float(w[d]) * (latent[d] * r) : latent[d]);
 }

@@ -7,7 +7,7 @@
 //          Candidate form: blocks [T, B] i32 ascending, -1 at the tail; column i stands for position
 //          blocks[i / block] * block + i % block, and ld covers B * block columns
 // Grid     (any, ceil(T / tq)), block 256: warps stride over tiles of 32 columns of 0..n. Dynamic shared memory
-//          tq * ceil(H/8) * (2048 + 16) bytes. tq > 1 shares each widened key among tq queries, which then must have one
+//          tq * 2*ceil(H/16) * (2048 + 16) bytes. tq > 1 shares each widened key among tq queries, which then must have one
 //          base row; the candidate form takes tq = 1. D a multiple of 32, at most 128
 // Numerics the bf16 roundings are the reference's; q . key is an exact product summed in f32 in another order
 // Checked  tests_cuda/check.cu, crates/attention/tests
@@ -27,11 +27,11 @@ __device__ __forceinline__ uint32_t relu_bf16x2(float lo, float hi) {
     return d;
 }
 
-template <int F>
+template <int F, bool CANDIDATES>
 __device__ __forceinline__ void scores(const bf16* q, const bf16* w, const uint8_t* keys, const uint8_t* scales, const int2* spans, const int32_t* blocks,
                                        uint16_t* out, int T, int H, int D, int n, int64_t ld, int tq, int B, int block) {
     extern __shared__ __align__(16) uint8_t smem[];
-    int nts = (H + 7) >> 3, t0 = blockIdx.y * tq, nq = min(tq, T - t0);
+    int nts = ((H + 15) >> 4) * 2, t0 = blockIdx.y * tq, nq = min(tq, T - t0);
     uint2* frag = reinterpret_cast<uint2*>(smem);                            // [tq][nts][8][32]
     uint32_t* weight = reinterpret_cast<uint32_t*>(frag + tq * nts * 8 * 32);  // [tq][nts*4], two heads a word
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, qd = lane & 3;
@@ -53,13 +53,13 @@ __device__ __forceinline__ void scores(const bf16* q, const bf16* w, const uint8
     __syncthreads();
     int base = spans[t0].x, most = 0;
     for (int i = 0; i < nq; ++i) most = max(most, spans[t0 + i].y);
-    const int32_t* list = blocks ? blocks + (int64_t)t0 * B : nullptr;
+    const int32_t* list = blocks + (CANDIDATES ? (int64_t)t0 * B : 0);
     int tiles = (n + 31) >> 5, step = gridDim.x * 8;
 
     // Position of column c, or -1.
     auto position = [&](int c) {
         if (c >= n) return -1;
-        if (!list) return c;
+        if (!CANDIDATES) return c;
         int id = list[c / block];
         return id < 0 ? -1 : id * block + c % block;
     };
@@ -92,23 +92,24 @@ __device__ __forceinline__ void scores(const bf16* q, const bf16* w, const uint8
             // The sum over heads is a product with ones: the weighted scores are already laid out as its A operand.
             float sum[2][4] = {};
             for (int nt = 0; nt < nts; nt += 2) {
-                uint32_t v[2][4] = {};
+                uint32_t v[2][4];
+                float acc[2][2][4] = {};  // head tile, key tile: four independent chains
+                const uint2* f = frag + (t * nts + nt) * 8 * 32 + lane;
+#pragma unroll
+                for (int j = 0; j < 8; ++j) {
+                    uint2 b0 = f[j * 32], b1 = f[(8 + j) * 32];
+                    mma_bf16(acc[0][0], a[0][j][0], a[0][j][1], a[0][j][2], a[0][j][3], b0.x, b0.y);
+                    mma_bf16(acc[0][1], a[1][j][0], a[1][j][1], a[1][j][2], a[1][j][3], b0.x, b0.y);
+                    mma_bf16(acc[1][0], a[0][j][0], a[0][j][1], a[0][j][2], a[0][j][3], b1.x, b1.y);
+                    mma_bf16(acc[1][1], a[1][j][0], a[1][j][1], a[1][j][2], a[1][j][3], b1.x, b1.y);
+                }
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
-                    if (nt + e >= nts) break;
-                    float acc[2][4] = {};
-                    const uint2* f = frag + (t * nts + nt + e) * 8 * 32 + lane;
-#pragma unroll
-                    for (int j = 0; j < 8; ++j) {
-                        uint2 b = f[j * 32];
-                        mma_bf16(acc[0], a[0][j][0], a[0][j][1], a[0][j][2], a[0][j][3], b.x, b.y);
-                        mma_bf16(acc[1], a[1][j][0], a[1][j][1], a[1][j][2], a[1][j][3], b.x, b.y);
-                    }
                     uint32_t wt = weight[(t * nts + nt + e) * 4 + qd];
 #pragma unroll
                     for (int i = 0; i < 2; ++i) {
-                        v[i][2 * e] = mul_bf16x2(relu_bf16x2(acc[i][0], acc[i][1]), wt);
-                        v[i][2 * e + 1] = mul_bf16x2(relu_bf16x2(acc[i][2], acc[i][3]), wt);
+                        v[i][2 * e] = mul_bf16x2(relu_bf16x2(acc[e][i][0], acc[e][i][1]), wt);
+                        v[i][2 * e + 1] = mul_bf16x2(relu_bf16x2(acc[e][i][2], acc[e][i][3]), wt);
                     }
                 }
                 constexpr uint32_t ONES = 0x3f803f80u;
@@ -124,10 +125,12 @@ __device__ __forceinline__ void scores(const bf16* q, const bf16* w, const uint8
 extern "C" __global__ void __launch_bounds__(256, 2) index_scores_fp4(const bf16* q, const bf16* w, const uint8_t* codes, const uint8_t* scales,
                                                                       const int2* spans, const int32_t* blocks, uint16_t* out, int T, int H, int D, int n,
                                                                       int64_t ld, int tq, int B, int block) {
-    scores<FP4>(q, w, codes, scales, spans, blocks, out, T, H, D, n, ld, tq, B, block);
+    if (blocks) scores<FP4, true>(q, w, codes, scales, spans, blocks, out, T, H, D, n, ld, tq, B, block);
+    else scores<FP4, false>(q, w, codes, scales, spans, blocks, out, T, H, D, n, ld, tq, B, block);
 }
 extern "C" __global__ void __launch_bounds__(256, 1) index_scores_bf16(const bf16* q, const bf16* w, const uint8_t* keys, const uint8_t* scales,
                                                                        const int2* spans, const int32_t* blocks, uint16_t* out, int T, int H, int D, int n,
                                                                        int64_t ld, int tq, int B, int block) {
-    scores<BF16>(q, w, keys, scales, spans, blocks, out, T, H, D, n, ld, tq, B, block);
+    if (blocks) scores<BF16, true>(q, w, keys, scales, spans, blocks, out, T, H, D, n, ld, tq, B, block);
+    else scores<BF16, false>(q, w, keys, scales, spans, blocks, out, T, H, D, n, ld, tq, B, block);
 }

@@ -38,8 +38,14 @@ __device__ __forceinline__ float e4m3_to_f32(uint32_t c) {
     float v = __uint_as_float(m << 20) * 0x1p120f;
     return __uint_as_float(__float_as_uint(v) | ((c & 0x80u) << 24));
 }
-// Round to nearest even, saturating at 448; the sign of zero is kept, NaN gives 0x7f.
+// Round to nearest even, saturating at 448; the sign of zero is kept, NaN gives 0x7f. Chips that have the conversion use it: a tenth of
+// the instructions, the same codes.
 __device__ __forceinline__ uint32_t f32_to_e4m3(float v) {
+#if __CUDA_ARCH__ >= 890
+    uint16_t c;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(c) : "f"(0.0f), "f"(v));
+    return c;
+#else
     uint32_t sign = (__float_as_uint(v) >> 24) & 0x80u;
     if (v != v) return 0x7fu;
     float a = fminf(fabsf(v), 448.0f);
@@ -47,6 +53,7 @@ __device__ __forceinline__ uint32_t f32_to_e4m3(float v) {
     uint32_t u = __float_as_uint(a);
     u += 0x7ffffu + ((u >> 20) & 1u);
     return sign | ((u >> 20) - (120u << 3));
+#endif
 }
 
 __device__ __forceinline__ float e2m1_to_f32(uint32_t c) {

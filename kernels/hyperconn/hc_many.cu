@@ -3,13 +3,14 @@
 // Maths    as hc_step. fn is split into three bf16 pieces (8 bits of mantissa each, f32 in all), and the stream is bf16 by nature:
 //          mix = sum over pieces of an exact bf16 product, added in f32
 // Layout   as hc_step, C = 4; pieces [3, 24, 4*dim] bf16 from hc_split_fn (once, when the weights are loaded); part [T, slices, 32]
-// Grid     hc_many: (slices, ceil(T/128)), block 256, slices = ceil(dim/160): a warp takes 16 tokens, a block 160 columns.
+// Grid     hc_many: (slices, ceil(T/128)), block 256, slices = ceil(dim/160): a warp takes 16 tokens, a block 160 columns;
+//          dynamic shared memory 128*28*4 + 2*18432 bytes.
 //          hc_split_fn: 1-D over 24*4*dim, block 256. dim a multiple of 32. `stream` may be `residual`
 // Numerics the new stream is bit for bit hc_step's; the sums differ in order
 // Checked  tests_cuda/check_stream.cuh
 #include "../common/quantise.cuh"
 
-constexpr int COLUMNS = 160, COEF = 28;  // a token's 24 coefficients, padded so that eight tokens lie in different banks
+constexpr int COLUMNS = 160, PIECES = 4 * 72 * 64, COEF = 28;  // a token's 24 coefficients, padded so that eight tokens lie in different banks
 
 extern "C" __global__ void hc_split_fn(const float* fn, bf16* pieces, int64_t n) {
     int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
@@ -25,7 +26,20 @@ extern "C" __global__ void hc_split_fn(const float* fn, bf16* pieces, int64_t n)
 
 extern "C" __global__ void __launch_bounds__(256, 2) hc_many(const bf16* x, const bf16* residual, const float* post, const float* comb, const float* pre,
                                                              const bf16* pieces, bf16* stream, bf16* y, float* part, int T, int dim, int ld_coef) {
-    __shared__ __align__(16) float coef[128][COEF];  // pre | post | comb
+    extern __shared__ __align__(128) uint8_t smem[];
+    float(*coef)[COEF] = reinterpret_cast<float(*)[COEF]>(smem);  // [128]: pre | post | comb
+    uint8_t* fs = smem + 128 * COEF * 4;                         // [2][copy][72 rows][32 columns]: the pieces of two blocks
+    int64_t fn_row = 4 * (int64_t)dim;
+    // The next block's pieces are on their way while this one is multiplied: all warps use the same ones.
+    auto fetch = [&](int d, int buf) {
+        uint32_t dst = smem_addr(fs) + buf * PIECES;
+        for (int i = threadIdx.x; i < PIECES / 16; i += 256) {
+            int u = i & 3, row = (i >> 2) % 72, c = (i >> 2) / 72;
+            cp_async16(dst + i * 16, pieces + row * fn_row + (int64_t)c * dim + d + u * 8);
+        }
+    };
+    fetch(blockIdx.x * COLUMNS, 0);
+    cp_async_commit();
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3, tb = blockIdx.y * 128;
     for (int i = threadIdx.x; i < 128 * 24; i += 256) {
         int t = i / 24, c = i % 24;
@@ -36,13 +50,15 @@ extern "C" __global__ void __launch_bounds__(256, 2) hc_many(const bf16* x, cons
         }
         coef[t][c] = v;
     }
-    __syncthreads();
     int t0 = tb + warp * 16;
-    if (t0 >= T) return;
     float acc[9][4] = {}, ss[2] = {0, 0}, yy[2] = {0, 0};
-    int64_t fn_row = 4 * (int64_t)dim;
     int d1 = min(dim, (int)(blockIdx.x + 1) * COLUMNS);
-    for (int d0 = blockIdx.x * COLUMNS; d0 < d1; d0 += 32) {
+    for (int d0 = blockIdx.x * COLUMNS, buf = 0; d0 < d1; d0 += 32, buf ^= 1) {
+        cp_async_wait<0>();
+        __syncthreads();
+        if (d0 + 32 < d1) fetch(d0 + 32, buf ^ 1);
+        cp_async_commit();
+        if (t0 >= T) continue;
         // Lane 4g + q: tokens g and g + 8, columns q*8 .. +7 of the block; s[row][copy] holds them as four bf16 pairs.
         uint32_t s[2][4][4];
         int d = d0 + q * 8;
@@ -101,10 +117,10 @@ extern "C" __global__ void __launch_bounds__(256, 2) hc_many(const bf16* x, cons
         }
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-            const bf16* f = pieces + (int64_t)g * fn_row + (int64_t)c * dim + d;
+            const uint4* f = reinterpret_cast<const uint4*>(fs + buf * PIECES) + (c * 72 + g) * 4 + q;
 #pragma unroll
             for (int nt = 0; nt < 9; ++nt) {
-                uint4 b = __ldg(reinterpret_cast<const uint4*>(f + (int64_t)nt * 8 * fn_row));
+                uint4 b = f[nt * 32];
                 mma_bf16(acc[nt], s[0][c][0], s[1][c][0], s[0][c][1], s[1][c][1], b.x, b.y);
                 mma_bf16(acc[nt], s[0][c][2], s[1][c][2], s[0][c][3], s[1][c][3], b.z, b.w);
             }

@@ -155,9 +155,12 @@ extern "C" __global__ void __launch_bounds__(256) hc_step(const bf16* x, const b
     }
     if (!counter) return;
     __shared__ bool last;
-    __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) last = atomicInc(counter + blockIdx.y, gridDim.x - 1) == gridDim.x - 1;
+    if (threadIdx.x == 0) {
+        // One fence for the block: it covers what the barrier above made visible to this thread.
+        __threadfence();
+        last = atomicInc(counter + blockIdx.y, gridDim.x - 1) == gridDim.x - 1;
+    }
     __syncthreads();
     if (!last) return;
     __threadfence();

@@ -33,22 +33,27 @@ __device__ __forceinline__ void split_sinkhorn4(const float (&m)[24], const floa
 #pragma unroll
         for (int k = 0; k < 4; ++k) comb[j * 4 + k] = r[k] / sum + p.eps;
     }
-    // x / s as x * (1/s): within an ulp of the division, and the iteration contracts, so nothing builds up.
+    // comb stays as it is, and every pass changes a factor per row (u) or per column (v) instead: dividing row j by (its sum + eps) is
+    // u_j <- u_j / (u_j s_j + eps) = 1 / (s_j + eps / u_j) with s_j = sum_k comb_jk v_k, and 1/u_j is the last denominator.
+    // The same numbers up to rounding, in half the dependent steps.
+    float u[4] = {1, 1, 1, 1}, v[4] = {1, 1, 1, 1}, a[4] = {1, 1, 1, 1}, b[4] = {1, 1, 1, 1};
 #pragma unroll 1
     for (int it = 0; it < p.iters; ++it) {
         if (it) {
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                float r = reciprocal((comb[j * 4] + comb[j * 4 + 1]) + (comb[j * 4 + 2] + comb[j * 4 + 3]) + p.eps);
-#pragma unroll
-                for (int k = 0; k < 4; ++k) comb[j * 4 + k] *= r;
+                a[j] = (comb[j * 4] * v[0] + comb[j * 4 + 1] * v[1]) + (comb[j * 4 + 2] * v[2] + comb[j * 4 + 3] * v[3]) + p.eps * a[j];
+                u[j] = reciprocal(a[j]);
             }
         }
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-            float r = reciprocal((comb[k] + comb[4 + k]) + (comb[8 + k] + comb[12 + k]) + p.eps);
-#pragma unroll
-            for (int j = 0; j < 4; ++j) comb[j * 4 + k] *= r;
+            b[k] = (comb[k] * u[0] + comb[4 + k] * u[1]) + (comb[8 + k] * u[2] + comb[12 + k] * u[3]) + p.eps * b[k];
+            v[k] = reciprocal(b[k]);
         }
     }
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+#pragma unroll
+        for (int k = 0; k < 4; ++k) comb[j * 4 + k] *= u[j] * v[k];
 }

@@ -34,36 +34,47 @@ __device__ __forceinline__ void multiply(const Work& wk, Pipe& p, float (&d0)[64
     int warp = threadIdx.x >> 5 & 3, lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3, steps = (wk.K + 127) >> 7;
     int64_t r0 = min(wk.row0 + warp * 16 + g, wk.rows - 1), r0b = min(wk.row0 + warp * 16 + g + 8, wk.rows - 1);
     int64_t r1 = min(wk.row1 + warp * 16 + g, wk.rows - 1), r1b = min(wk.row1 + warp * 16 + g + 8, wk.rows - 1);
-    Rows16<FP4> a, b;
-    load_rows(a, wk.w0, wk.s0, r0, r0b, wk.K, 0, q);
-    load_rows(b, wk.w1, wk.s1, r1, r1b, wk.K, 0, q);
-    for (int k = 0; k < steps; ++k, ++p.at) {
-        uint32_t st = p.at % STAGES, x = p.x + st * STAGE, f[2], fa[8][4];
-        factors(a, f);
-        frag_a<0>(a, f, fa[0]); frag_a<1>(a, f, fa[1]); frag_a<2>(a, f, fa[2]); frag_a<3>(a, f, fa[3]);
-        frag_a<4>(a, f, fa[4]); frag_a<5>(a, f, fa[5]); frag_a<6>(a, f, fa[6]); frag_a<7>(a, f, fa[7]);
-        if (k + 1 < steps) load_rows(a, wk.w0, wk.s0, r0, r0b, wk.K, (k + 1) * 128, q);
+    // Weights are fetched two stages ahead: one is less than the memory's latency.
+    Rows16<FP4> a[2], b[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        load_rows(a[i], wk.w0, wk.s0, r0, r0b, wk.K, i * 128, q);
+        load_rows(b[i], wk.w1, wk.s1, r1, r1b, wk.K, i * 128, q);
+    }
+    // Four slices of one product: a panel of 64 columns.
+    auto panel = [&](Rows16<FP4>& r, uint32_t (&f)[4][4], float(&d)[64], int h, uint32_t x, int first) {
+        uint32_t s[2];
+        factors(r, s);
+        if (h == 0) { frag_a<0>(r, s, f[0]); frag_a<1>(r, s, f[1]); frag_a<2>(r, s, f[2]); frag_a<3>(r, s, f[3]); }
+        else { frag_a<4>(r, s, f[0]); frag_a<5>(r, s, f[1]); frag_a<6>(r, s, f[2]); frag_a<7>(r, s, f[3]); }
+#pragma unroll
+        for (int j = 0; j < 4; ++j) wgmma_pin(f[j]);
+        wgmma_fence();
+#pragma unroll
+        for (int j = 0; j < 4; ++j) wgmma_bf16<N>(d, f[j], desc_swizzle128(x + h * PANEL + j * 32), !first || j > 0);
+        wgmma_commit();
+    };
+    auto step = [&](Rows16<FP4>& ra, Rows16<FP4>& rb, int k) {
+        uint32_t st = p.at % STAGES, x = p.x + st * STAGE, f0[4][4], f1[4][4];
         mbar_wait(p.full + 8 * st, p.at / STAGES & 1);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) wgmma_pin(fa[j]);
-        wgmma_fence();
-#pragma unroll
-        for (int j = 0; j < 8; ++j) wgmma_bf16<N>(d0, fa[j], desc_swizzle128(x + (j >> 2) * PANEL + (j & 3) * 32), k > 0 || j > 0);
-        wgmma_commit();
-        uint32_t fb[8][4];
-        factors(b, f);
-        frag_a<0>(b, f, fb[0]); frag_a<1>(b, f, fb[1]); frag_a<2>(b, f, fb[2]); frag_a<3>(b, f, fb[3]);
-        frag_a<4>(b, f, fb[4]); frag_a<5>(b, f, fb[5]); frag_a<6>(b, f, fb[6]); frag_a<7>(b, f, fb[7]);
-        if (k + 1 < steps) load_rows(b, wk.w1, wk.s1, r1, r1b, wk.K, (k + 1) * 128, q);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) wgmma_pin(fb[j]);
-        wgmma_fence();
-#pragma unroll
-        for (int j = 0; j < 8; ++j) wgmma_bf16<N>(d1, fb[j], desc_swizzle128(x + (j >> 2) * PANEL + (j & 3) * 32), k > 0 || j > 0);
-        wgmma_commit();
+        panel(ra, f0, d0, 0, x, k == 0);
+        panel(ra, f1, d0, 1, x, 0);
+        if (k + 2 < steps) load_rows(ra, wk.w0, wk.s0, r0, r0b, wk.K, (k + 2) * 128, q);
+        wgmma_wait<1>();
+        panel(rb, f0, d1, 0, x, k == 0);
+        wgmma_wait<1>();
+        panel(rb, f1, d1, 1, x, 0);
+        if (k + 2 < steps) load_rows(rb, wk.w1, wk.s1, r1, r1b, wk.K, (k + 2) * 128, q);
         wgmma_wait<0>();
         if (lane == 0) mbar_arrive(p.empty + 8 * st);
+        ++p.at;
+    };
+    int k = 0;
+    for (; k + 1 < steps; k += 2) {
+        step(a[0], b[0], k);
+        step(a[1], b[1], k + 1);
     }
+    if (k < steps) step(a[0], b[0], k);
 }
 
 // The copying thread: for each piece of work, the tile's tokens, two panels of 64 columns a stage.

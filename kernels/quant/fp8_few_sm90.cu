@@ -3,7 +3,7 @@
 //
 // Maths    as fp8_linear
 // Layout   xc [M, K] e4m3 codes and xs [M, K/32] e8m0 (act_quant), w [N, K] u8, s [ceil(N/32), K/32] u8, y [M, N] bf16
-// Grid     ceil(N/128) * KS blocks in clusters of KS, block 288; suffix _kA_mB: A blocks split K, up to B tokens.
+// Grid     ceil(N/128) * KS blocks in clusters of KS, block 256; suffix _kA_mB: A blocks split K, up to B tokens.
 //          Dynamic shared memory, with g = 4*ceil(ceil(K/128)/KS) groups: 4*18432 + g*(36*B + 16) + 128
 // Numerics common/few_sm90.cuh; the KS parts are added in order
 // Checked  tests_cuda/check.cu
@@ -25,12 +25,10 @@ __device__ __forceinline__ void cluster_barrier() {
 template <int KS, int TOK>
 __device__ __forceinline__ void few(const uint8_t* xc, const uint8_t* xs, const uint8_t* w, const uint8_t* s, bf16* y, int M, int N, int K) {
     extern __shared__ __align__(128) uint8_t smem[];
-    __shared__ uint64_t bars[2 * NS];
     __shared__ float part[128][TOK + 1];
-    uint32_t full = smem_addr(bars), empty = full + 8 * NS;
     int tid = threadIdx.x, row0 = blockIdx.x / KS * 128, rank = blockIdx.x % KS, G = K >> 5;
     int total = (K + 127) >> 7, per = (total + KS - 1) / KS, first = min(rank * per, total), count = min(per, total - first);
-    Tokens<FP8, TOK> x(smem + NS * FEW_STAGE_FP8, per * 4);
+    Tokens<FP8, TOK> x(smem + NS * FEW_STAGE, per * 4);
     float* sw = x.sx + TOK * x.gp;  // [4][gp]
     Segments r;
     r.row_bytes = K;
@@ -38,35 +36,23 @@ __device__ __forceinline__ void few(const uint8_t* xc, const uint8_t* xs, const 
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         r.w[i] = w + (int64_t)(row0 + i * 32) * K;
+        r.s[i] = nullptr;
         r.live[i] = max(0, min(32, N - row0 - i * 32));
     }
-    few_start<FP8, NS>(smem, full, empty, (K & 127) || row0 + 128 > N);
-    if (tid >= 256) {
-        few_copy<FP8, NS>(r, smem, full, empty, first, count);
-    } else {
-        for (int i = tid; i < 4 * x.gp; i += 256) {
+    few_start<NS>(r, smem, first, count, (K & 127) || row0 + 128 > N, [&] {
+        for (int i = tid; i < 4 * x.gp; i += 128) {
             int row = min(row0 + 32 * (i / x.gp), N - 1) >> 5, gg = first * 4 + i % x.gp;
             sw[i] = gg < G ? e8m0_to_f32(s[(int64_t)row * G + gg]) : 0.0f;
         }
         x.load(xc, xs, K, first * 4, M, [](int m) { return (int64_t)m; });
-        constexpr int MT = TOK == 16 ? 2 : 1;
-        float acc[4 * MT];
-#pragma unroll
-        for (int i = 0; i < 4 * MT; ++i) acc[i] = 0.0f;
-        few_multiply<FP8, TOK, NS>(x, smem, sw, full, empty, count, acc);
-        int warp = tid >> 5, lane = tid & 31, g = lane >> 2, q = lane & 3;
-#pragma unroll
-        for (int t = 0; t < MT; ++t)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                int m = 8 * t + 2 * q + (i & 1);
-                if (m < TOK) part[warp * 16 + g + (i >> 1) * 8][m] = acc[4 * t + i];
-            }
-    }
+    });
+    float acc[TOK == 16 ? 8 : 4] = {};
+    few_multiply<FP8, TOK, NS>(x, r, smem, sw, first, count, acc);
+    few_store<TOK>(acc, part);
     if (KS > 1) cluster_barrier();
     else __syncthreads();
     constexpr int ROWS = 128 / KS;
-    for (int i = tid; i < ROWS * TOK; i += 288) {
+    for (int i = tid; i < ROWS * TOK; i += 256) {
         int row = rank * ROWS + i % ROWS, m = i / ROWS;
         float sum = 0.0f;
         if (KS == 1) {
@@ -81,7 +67,7 @@ __device__ __forceinline__ void few(const uint8_t* xc, const uint8_t* xs, const 
 }
 
 #define FEW(KS, TOK)                                                                                                                       \
-    extern "C" __global__ void __cluster_dims__(KS, 1, 1) __launch_bounds__(288, 2) fp8_few_k##KS##_m##TOK(                                 \
+    extern "C" __global__ void __cluster_dims__(KS, 1, 1) __launch_bounds__(256, 2) fp8_few_k##KS##_m##TOK(                                 \
         const uint8_t* xc, const uint8_t* xs, const uint8_t* w, const uint8_t* s, bf16* y, int M, int N, int K) {                          \
         few<KS, TOK>(xc, xs, w, s, y, M, N, K);                                                                                            \
     }

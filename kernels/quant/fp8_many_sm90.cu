@@ -2,7 +2,7 @@
 //
 // Maths    as fp8_linear
 // Layout   x from act_quant_tiled (fp4_weights = 0) with rows_pad rows; w [N, K] u8, s [ceil(N/32), K/32] u8; y [M, N] bf16
-// Grid     persistent: min(SMs, tiles) blocks of 384 threads, tiles = ceil(N/128) * ceil(M/TOK), TOK = 256 or 128 (suffix);
+// Grid     persistent: min(SMs, tiles) blocks of 384 threads, tiles = ceil(N/128) * ceil(M/TOK), TOK = 256, 192 or 128 (suffix);
 //          dynamic shared memory 4*TOK*128 + 2*TOK*144 + 1024. K a multiple of 32, N a multiple of 8
 // Numerics exact bf16 operands (weight codes times scale, widened in registers), f32 sums over K in one chain
 // Checked  tests_cuda/check.cu
@@ -11,6 +11,7 @@
 // them there, so they never touch shared memory. Activations are the B operand: the tiled layout makes a stage (64 columns of
 // all the tile's tokens, swizzled) one contiguous piece, which one thread fetches with one bulk copy. Two warpgroups of 64 rows;
 // while one widens or stores, the other keeps the tensor core busy.
+#include "../common/weights.cuh"
 #include "../common/wgmma.cuh"
 
 constexpr int STAGES = 4;
@@ -18,6 +19,7 @@ constexpr int STAGES = 4;
 template <int TOK>
 __device__ __forceinline__ void mma_step(float (&d)[TOK / 2], const uint32_t (&a)[4], uint64_t b, int acc) {
     if constexpr (TOK == 256) wgmma_n256_bf16(d, a[0], a[1], a[2], a[3], b, acc);
+    else if constexpr (TOK == 192) wgmma_n192_bf16(d, a[0], a[1], a[2], a[3], b, acc);
     else wgmma_n128_bf16(d, a[0], a[1], a[2], a[3], b, acc);
 }
 
@@ -74,30 +76,36 @@ __device__ __forceinline__ void many(const bf16* x, const uint8_t* w, const uint
         WeightStage next[2];
         fetch(next[0], 0);
         if (steps > 1) fetch(next[1], 1);
-        auto step = [&](WeightStage& r, int k) {
-            uint32_t st = at % STAGES, f = e4m3_factor(r.s), a[4][4];
+        // One stage's products stay in flight while the next stage's weights are widened: two sets of operand registers.
+        uint32_t a[2][4][4];
+        auto step = [&](WeightStage& r, uint32_t (&o)[4][4], int k) {
+            uint32_t st = at % STAGES, f = e4m3_factor(r.s);
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                uint32_t wa = j == 0 ? r.a.x : j == 1 ? r.a.y : j == 2 ? r.a.z : r.a.w, wb = j == 0 ? r.b.x : j == 1 ? r.b.y : j == 2 ? r.b.z : r.b.w;
-                a[j][0] = e4m3_pair<0>(wa, f); a[j][1] = e4m3_pair<0>(wb, f);
-                a[j][2] = e4m3_pair<2>(wa, f); a[j][3] = e4m3_pair<2>(wb, f);
+                uint32_t wa = word(r.a, j), wb = word(r.b, j);
+                o[j][0] = e4m3_pair<0>(wa, f); o[j][1] = e4m3_pair<0>(wb, f);
+                o[j][2] = e4m3_pair<2>(wa, f); o[j][3] = e4m3_pair<2>(wb, f);
             }
             if (k + 2 < steps) fetch(r, k + 2);
             mbar_wait(full + 8 * st, at / STAGES & 1);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) wgmma_pin(o[j]);
             wgmma_fence();
 #pragma unroll
-            for (int j = 0; j < 4; ++j) mma_step<TOK>(d, a[j], desc_swizzle128(x0 + st * STAGE + j * 32), k > 0 || j > 0);
+            for (int j = 0; j < 4; ++j) mma_step<TOK>(d, o[j], desc_swizzle128(x0 + st * STAGE + j * 32), k > 0 || j > 0);
             wgmma_commit();
-            wgmma_wait<0>();
-            if (lane == 0) mbar_arrive(empty + 8 * st);
+            wgmma_wait<1>();
+            if (k > 0 && lane == 0) mbar_arrive(empty + 8 * ((at - 1) % STAGES));
             ++at;
         };
         int k = 0;
         for (; k + 1 < steps; k += 2) {
-            step(next[0], k);
-            step(next[1], k + 1);
+            step(next[0], a[0], k);
+            step(next[1], a[1], k + 1);
         }
-        if (k < steps) step(next[0], k);
+        if (k < steps) step(next[0], a[0], k);
+        wgmma_wait<0>();
+        if (lane == 0) mbar_arrive(empty + 8 * ((at - 1) % STAGES));
         // Out through shared memory: the accumulators hold rows of W across lanes, the result wants them contiguous.
         named_barrier(1 + wg, 128);
 #pragma unroll
@@ -119,4 +127,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) fp8_many_256(const bf16* x,
 }
 extern "C" __global__ void __launch_bounds__(384, 1) fp8_many_128(const bf16* x, const uint8_t* w, const uint8_t* s, bf16* y, int M, int N, int K, int64_t rows_pad) {
     many<128>(x, w, s, y, M, N, K, rows_pad);
+}
+extern "C" __global__ void __launch_bounds__(384, 1) fp8_many_192(const bf16* x, const uint8_t* w, const uint8_t* s, bf16* y, int M, int N, int K, int64_t rows_pad) {
+    many<192>(x, w, s, y, M, N, K, rows_pad);
 }

@@ -6,6 +6,7 @@
 
 template <typename T>
 static std::vector<T> make(int n, const std::function<T()>& f) { std::vector<T> v; for (int i = 0; i < n; ++i) v.push_back(f()); return v; }
+static int g_size = 0;  // third argument: only this number of tokens, where a bench has several
 static int copies_for(double bytes) { return std::max(1, std::min(24, (int)(260e6 / bytes) + 1)); }
 
 static void bench_linear_small() {
@@ -19,9 +20,10 @@ static void bench_linear_small() {
             auto xc = rand_u8((size_t)M * K, 1), xs = rand_u8((size_t)M * K / 32, 2);
             int m = M <= 8 ? 8 : 16, fm = M == 1 ? 1 : m;
             for (int ks : {1, 2, 4, 8}) {
-                size_t g = 4 * (((K + 127) / 128 + ks - 1) / ks);
+                size_t g = 4 * (((K + 127) / 128 + ks - 1) / ks), smem = 4 * 18432 + g * (36 * fm + 16) + 128;
+                if (smem > 200000) continue;
                 double us = graph_us([&](int i) {
-                    launch(fmt("quant/fp8_few_sm90:fp8_few_k%d_m%d", ks, fm), dim3((N + 127) / 128 * ks), 288, 4 * 18432 + g * (36 * fm + 16) + 128, xc.p, xs.p, ws[i % n].p, ss[i % n].p, y.p, M, N, K);
+                    launch(fmt("quant/fp8_few_sm90:fp8_few_k%d_m%d", ks, fm), dim3((N + 127) / 128 * ks), 256, smem, xc.p, xs.p, ws[i % n].p, ss[i % n].p, y.p, M, N, K);
                 });
                 row(fmt("fp8_few_k%d", ks).c_str(), fmt("M%d %d->%d", M, K, N), us, (double)N * K * (1 + 1 / 1024.) + 2.0 * M * (K + N), 2.0 * M * N * K);
             }
@@ -77,21 +79,24 @@ static void bench_experts() {
         for (int i = 0; i < sets; ++i) grp(i);
         auto xc = rand_u8((size_t)T * dim, 1), xs = rand_u8((size_t)T * dim / 32, 2);
         Dev<uint8_t> hc((size_t)P * inter), hs((size_t)P * inter / 32);
-        auto few_smem = [](int K, bool one) { size_t g = (K / 32 + 7) / 8 * 8; return g * (one ? 36 : 288) + 128 + (one ? 5 : 3) * 19456; };
-        Dev<uint32_t> counter(40);
+        auto few_smem = [](int K, bool one) {
+            size_t g = (K / 32 + 7) / 8 * 8;
+            return g * (one ? 36 : 288) + 128 + (one ? 5 : 3) * 18432;
+        };
+        Dev<uint32_t> counter(80);
         counter.zero();
         auto fup = [&](int i) {
             if (T == 1)
-                launch("moe/experts_few_sm90:experts_one_up", dim3(inter / 64, k), 288, few_smem(dim, true), xc.p, xs.p, ex[i].p, wt.p, w1.p, s1.p, w3.p, s3.p, hc.p, hs.p, dim, inter, 0u, E, 10.0f);
+                launch("moe/experts_few_sm90:experts_one_up", dim3(inter / 64, k), 256, few_smem(dim, true), xc.p, xs.p, ex[i].p, wt.p, w1.p, s1.p, w3.p, s3.p, hc.p, hs.p, dim, inter, 0u, E, 10.0f);
             else
-                launch("moe/experts_few_sm90:experts_few_up", dim3(inter / 64, max_tiles), 288, few_smem(dim, false), xc.p, xs.p, order[i].p, tiles[i].p, count[i].p, wt.p, w1.p, s1.p, w3.p, s3.p,
+                launch("moe/experts_few_sm90:experts_few_up", dim3(inter / 64, max_tiles), 256, few_smem(dim, false), xc.p, xs.p, order[i].p, tiles[i].p, count[i].p, wt.p, w1.p, s1.p, w3.p, s3.p,
                        hc.p, hs.p, dim, inter, k, 10.0f);
         };
         auto fdown = [&](int i) {
             if (T == 1)
-                launch("moe/experts_few_sm90:experts_one_down", dim3(dim / 128, k), 288, few_smem(inter, true), hc.p, hs.p, ex[i].p, w2.p, s2.p, y.p, (bf16*)nullptr, out.p, counter.p, dim, inter, 0u, E);
+                launch("moe/experts_few_sm90:experts_one_down", dim3(dim / 128, k), 256, few_smem(inter, true), hc.p, hs.p, ex[i].p, w2.p, s2.p, y.p, (bf16*)nullptr, out.p, counter.p, dim, inter, 0u, E);
             else
-                launch("moe/experts_few_sm90:experts_few_down", dim3(dim / 128, max_tiles), 288, few_smem(inter, false), hc.p, hs.p, tiles[i].p, count[i].p, w2.p, s2.p, y.p, dim, inter);
+                launch("moe/experts_few_sm90:experts_few_down", dim3(dim / 128, max_tiles), 256, few_smem(inter, false), hc.p, hs.p, tiles[i].p, count[i].p, w2.p, s2.p, y.p, dim, inter);
         };
         double b = (double)used * (wb + sb), fl = 2.0 * P * inter * dim;
         row("group_tokens", fmt("T%d", T), graph_us([&](int i) { grp(i % sets); }), 4.0 * P, 0);
@@ -168,6 +173,7 @@ static void bench_index() {
 static void bench_hc() {
     int dim = 5120, slices = 40;
     for (int T : {1, 4, 64, 4096}) {
+        if (g_size && T != g_size) continue;
         int sets = T == 4096 ? 1 : 8, per = T <= 4 ? 1 : T <= 64 ? 8 : 64, groups = (T + per - 1) / per;
         bool one = T <= 4;
         auto x = rand_bf16((size_t)T * dim), res = rand_bf16((size_t)T * 4 * dim), w = rand_bf16(dim);
@@ -187,7 +193,7 @@ static void bench_hc() {
             launch("hyperconn/hc_many:hc_split_fn", dim3(24 * 4 * dim / 256), 256, 0, fn[0].p, pieces.p, (int64_t)24 * 4 * dim);
             CUDA(cudaDeviceSynchronize());
             double us2 = graph_us([&](int) {
-                launch("hyperconn/hc_many", dim3(32, (T + 127) / 128), 256, 0, x.p, res.p, cin.p + 4, cin.p + 8, cin.p, pieces.p, stream.p, y.p, part.p, T, dim, 24);
+                launch("hyperconn/hc_many", dim3(32, (T + 127) / 128), 256, 51200, x.p, res.p, cin.p + 4, cin.p + 8, cin.p, pieces.p, stream.p, y.p, part.p, T, dim, 24);
                 launch("hyperconn/hc_step:hc_finish", dim3(T), 256, 0, part.p, y.p, scale.p, base.p, w.p, coef.p, out.p, fake.p, (uint8_t*)nullptr, (uint8_t*)nullptr, 32, dim, 20, 1e-6f, 1e-20f);
             }, T > 1000 ? 3 : 20);
             row("hc_many", fmt("T%d", T), us2, 72.0 * 4 * dim * 2 + (double)T * dim * 2 * (1 + 4 + 4 + 2), 6.0 * T * 24 * 4 * dim);
@@ -249,6 +255,7 @@ static void bench_small() {
 int main(int argc, char** argv) {
     if (argc > 1) g_dir = argv[1];
     std::string only = argc > 2 ? argv[2] : "";
+    if (argc > 3) g_size = atoi(argv[3]);
     cudaDeviceProp p;
     CUDA(cudaGetDeviceProperties(&p, 0));
     printf("%s, %d SMs; %% of %.0f GB/s and %.0f TFLOP/s\n", p.name, p.multiProcessorCount, CEIL_GBS, CEIL_TFLOPS);

@@ -11,7 +11,7 @@ static void bench_many() {
         Dev<bf16> tiled((size_t)M * K), y((size_t)M * N);
         launch("quant/act_quant:act_quant_tiled", dim3(M), 256, K * 2, x.p, (int*)nullptr, 1, tiled.p, K, (int64_t)K, (int64_t)M, 0, 1);
         CUDA(cudaDeviceSynchronize());
-        for (int tok : {256, 128}) {
+        for (int tok : {256, 192, 128}) {
             int tiles = (N + 127) / 128 * ((M + tok - 1) / tok);
             double us = graph_us([&](int i) {
                 launch(fmt("quant/fp8_many_sm90:fp8_many_%d", tok), dim3(std::min(132, tiles)), 384, 4 * tok * 128 + 2 * tok * 144 + 1024, tiled.p, ws[i % n].p, s.p, y.p, M, N, K, (int64_t)M);

@@ -153,7 +153,7 @@ static void check_norm() {
             for (int d = 0; d < dim; ++d) s += (double)to_f(hx[t * dim + d]) * to_f(hx[t * dim + d]);
             for (int d = 0; d < dim; ++d) want.push_back(to_f(hw[d]) * (to_f(hx[t * dim + d]) / sqrt(s / dim + 1e-20)));
         }
-        near("rms_norm", fmt("%dx%d", T, dim), y.get(), want, 3e-3);
+        near("rms_norm", fmt("%dx%d", T, dim), y.get(), want, ONE_ROUNDING);
         launch("quant/act_quant", dim3((T * dim / 8 + 255) / 256), 256, 0, y.p, wcodes.p, wscales.p, want_fake.p, (int64_t)(T * dim / 8));
         same("rms_norm codes", fmt("%dx%d", T, dim), codes.get(), wcodes.get());
         same("rms_norm scales", fmt("%dx%d", T, dim), scales.get(), wscales.get());
@@ -191,7 +191,7 @@ static void check_linear() {
                 dim3 grid((c.N + 16 * t - 1) / (16 * t), (c.M + m - 1) / m, c.G);
                 std::string name = f == 0 ? "quant/fp8_linear:fp8_linear" : f == 1 ? "quant/fp4_linear:fp4_linear" : "core/bf16_linear:bf16_linear";
                 launch(name + fmt("_m%d_t%d", m, t), grid, 256, 0, x.p, w.p, s.p, y.p, c.M, c.N, c.K);
-                near(fmt("%s_linear_m%d_t%d", FORMAT[f], m, t), fmt("M%d N%d K%d G%d", c.M, c.N, c.K, c.G), y.get(), want, 3e-3);
+                near(fmt("%s_linear_m%d_t%d", FORMAT[f], m, t), fmt("M%d N%d K%d G%d", c.M, c.N, c.K, c.G), y.get(), want, ONE_ROUNDING);
                 if (f == 2) {
                     Dev<float> yf((size_t)c.M * c.N * c.G);
                     launch(fmt("core/bf16_linear:bf16_linear_f32_m%d_t%d", m, t), grid, 256, 0, x.p, w.p, s.p, yf.p, c.M, c.N, c.K);
@@ -211,11 +211,11 @@ static void check_fp8_few() {
         auto want = reference_linear(0, fake, w, s, M, N, K, 1).get();
         for (int ks : {1, 2, 4, 8})
             for (int m : {1, 8, 16}) {
-                if (m < M) continue;
+                if (m < M || (K > 4000 && ks == 1 && m == 16)) continue;
                 Dev<bf16> y((size_t)M * N);
                 size_t g = 4 * (((K + 127) / 128 + ks - 1) / ks);
-                launch(fmt("quant/fp8_few_sm90:fp8_few_k%d_m%d", ks, m), dim3((N + 127) / 128 * ks), 288, 4 * 18432 + g * (36 * m + 16) + 128, xc.p, xs.p, w.p, s.p, y.p, M, N, K);
-                near(fmt("fp8_few_k%d_m%d", ks, m), fmt("M%d N%d K%d", M, N, K), y.get(), want, 3e-3);
+                launch(fmt("quant/fp8_few_sm90:fp8_few_k%d_m%d", ks, m), dim3((N + 127) / 128 * ks), 256, 4 * 18432 + g * (36 * m + 16) + 128, xc.p, xs.p, w.p, s.p, y.p, M, N, K);
+                near(fmt("fp8_few_k%d_m%d", ks, m), fmt("M%d N%d K%d", M, N, K), y.get(), want, ONE_ROUNDING);
             }
     }
 }
@@ -229,11 +229,11 @@ static void check_fp8_many() {
         launch("quant/act_quant", dim3(((size_t)M * K / 8 + 255) / 256), 256, 0, x.p, (uint8_t*)nullptr, (uint8_t*)nullptr, fake.p, (int64_t)M * K / 8);
         launch("quant/act_quant:act_quant_tiled", dim3(M), 256, kp * 2, x.p, (int*)nullptr, 1, tiled.p, K, (int64_t)K, (int64_t)rp, 0, 1);
         auto want = reference_linear(0, fake, w, s, M, N, K, 1).get();
-        for (int tok : {128, 256}) {
+        for (int tok : {128, 192, 256}) {
             Dev<bf16> y((size_t)M * N);
             int tiles = (N + 127) / 128 * ((M + tok - 1) / tok);
             launch(fmt("quant/fp8_many_sm90:fp8_many_%d", tok), dim3(std::min(132, tiles)), 384, 4 * tok * 128 + 2 * tok * 144 + 1024, tiled.p, w.p, s.p, y.p, M, N, K, (int64_t)rp);
-            near(fmt("fp8_many_%d", tok), fmt("M%d N%d K%d", M, N, K), y.get(), want, 3e-3);
+            near(fmt("fp8_many_%d", tok), fmt("M%d N%d K%d", M, N, K), y.get(), want, ONE_ROUNDING);
         }
     }
 }

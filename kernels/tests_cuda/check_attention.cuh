@@ -155,7 +155,7 @@ static void check_cache() {
             }
             for (int d = 0; d < D; ++d) wv.push_back((float)(to_f(hw[d]) * v[d] / sqrt(sq / D + 1e-20)));
         }
-        near("compress", fmt("G%d D%d r%d", G, D, r), out.get(), wv, 3e-3);
+        near("compress", fmt("G%d D%d r%d", G, D, r), out.get(), wv, ONE_ROUNDING);
     }
 }
 
@@ -197,7 +197,7 @@ static void check_scores(int T, int H, int D, int n, int tq, bool packed, bool c
     Dev<int> db(blocks);
     int cols = cand ? B * block : n, ld = cols + 5;
     Dev<uint16_t> out((size_t)T * ld);
-    int nts = (H + 7) / 8;
+    int nts = (H + 15) / 16 * 2;
     launch(packed ? "attention/index_scores:index_scores_fp4" : "attention/index_scores:index_scores_bf16", dim3(3, (T + tq - 1) / tq), 256, tq * nts * 2064, q.p, w.p,
            packed ? codes.p : (uint8_t*)keys.p, scales.p, ds.p, cand ? db.p : nullptr, out.p, T, H, D, cols, (int64_t)ld, tq, B, block);
     Dev<float> ref((size_t)T * n);

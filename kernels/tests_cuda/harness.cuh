@@ -104,6 +104,8 @@ inline Dev<float> rand_f32(size_t n, float scale = 1.0f) { Dev<float> d(n); fill
 inline Dev<uint8_t> rand_u8(size_t n, int kind) { Dev<uint8_t> d(n); fill_u8<<<1024, 256>>>(d, n, next_seed(), kind); CUDA(cudaDeviceSynchronize()); return d; }
 
 // ---- comparison ----
+// One rounding to bf16 is at most 2^-8 of a value, whatever the sums before it did.
+constexpr double ONE_ROUNDING = 0x1p-8;
 inline int g_failed = 0, g_checks = 0;
 inline void report(const std::string& op, const std::string& shape, bool ok, const std::string& what) {
     ++g_checks;
