@@ -53,7 +53,10 @@ const MAX_LAYERS: usize = 1 << 10;
 
 fn check(field: &str, value: usize, max: usize) -> Result<()> {
     if value == 0 || value > max {
-        return Err(Error::config(field, format!("expected 1..={max}, found {value}")));
+        return Err(Error::config(
+            field,
+            format!("expected 1..={max}, found {value}"),
+        ));
     }
     Ok(())
 }
@@ -69,10 +72,16 @@ impl GridConfig {
         check("vision_max_n_token", self.max_n_token, MAX_TOKENS)?;
         if self.max_n_token < 4 {
             // The smallest span is start, one image token, newline, end.
-            return Err(Error::config("vision_max_n_token", "a span takes at least 4 tokens"));
+            return Err(Error::config(
+                "vision_max_n_token",
+                "a span takes at least 4 tokens",
+            ));
         }
         if self.min_pixels > u32::MAX as usize {
-            return Err(Error::config("vision_min_pixels", format!("{} is absurd", self.min_pixels)));
+            return Err(Error::config(
+                "vision_min_pixels",
+                format!("{} is absurd", self.min_pixels),
+            ));
         }
         match self.max_wh_ratio {
             Some(r) if !(r.is_finite() && r >= 1.0) => Err(Error::config(
@@ -122,7 +131,10 @@ impl VisionConfig {
             ));
         }
         if !(self.vision_rope_theta.is_finite() && self.vision_rope_theta > 0.0) {
-            return Err(Error::config("vision_rope_theta", "expected a positive number"));
+            return Err(Error::config(
+                "vision_rope_theta",
+                "expected a positive number",
+            ));
         }
         Ok(())
     }

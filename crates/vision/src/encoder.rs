@@ -28,7 +28,11 @@ impl VisionEncoder {
             vit: Vit::new(cfg, vb.pp("vision"))?,
             aligner: Aligner::new(cfg, vb.pp("aligner"))?,
             delimiters: Tensor::stack(
-                &[row("image_start")?, row("image_newline")?, row("image_end")?],
+                &[
+                    row("image_start")?,
+                    row("image_newline")?,
+                    row("image_end")?,
+                ],
                 0,
             )?,
             ratio: cfg.grid.downsample_ratio,
@@ -85,14 +89,18 @@ impl VisionEncoder {
     /// Patches made for another patch size or downsample ratio.
     pub fn encode(&self, image: &ImagePatches) -> Result<Tensor> {
         if (image.rows(), image.cols())
-            != (image.n_h().div_ceil(self.ratio), image.n_w().div_ceil(self.ratio))
+            != (
+                image.n_h().div_ceil(self.ratio),
+                image.n_w().div_ceil(self.ratio),
+            )
         {
             return Err(Error::shape(
                 "vision_encoder",
                 format!("expected {} patches a side of a cell", self.ratio),
             ));
         }
-        self.aligner.forward(&self.vit.forward(image)?, image.n_h(), image.n_w())
+        self.aligner
+            .forward(&self.vit.forward(image)?, image.n_h(), image.n_w())
     }
 
     /// The rows that overwrite the embeddings of a span: `types` as [`crate::span_types`] lists them,
@@ -108,7 +116,11 @@ impl VisionEncoder {
         if dim != self.dim() || tokens.dtype() != DType::BF16 {
             return Err(Error::shape(
                 "span_rows",
-                format!("expected [n, {}] bf16, found {:?}", self.dim(), tokens.shape()),
+                format!(
+                    "expected [n, {}] bf16, found {:?}",
+                    self.dim(),
+                    tokens.shape()
+                ),
             ));
         }
         let wanted = types.iter().filter(|t| **t == TokenType::Image).count();

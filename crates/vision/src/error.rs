@@ -72,10 +72,16 @@ pub enum ImageError {
     /// The file ends before its picture does.
     #[error("image file is truncated")]
     Truncated,
+    /// Decoding would take more working memory than an image within the limits needs.
+    #[error("decoding the image would take more than {max} bytes")]
+    Memory {
+        /// The bound, which follows from [`Limits::max_pixels`](crate::Limits::max_pixels).
+        max: u64,
+    },
     /// The decoder refused the file.
     #[cfg(feature = "decode")]
     #[error("image file cannot be decoded: {0}")]
-    Decode(#[from] image::ImageError),
+    Decode(image::ImageError),
     /// An error outside of the image itself.
     #[error(transparent)]
     Core(#[from] Error),
@@ -91,12 +97,16 @@ impl From<ImageError> for Error {
     fn from(err: ImageError) -> Self {
         match err {
             ImageError::Core(err) => err,
-            ImageError::TooManyImages { found, max } => {
-                Error::Capacity { what: "images in one request", needed: found, available: max }
-            }
-            ImageError::TooManyBytes { found, max } => {
-                Error::Capacity { what: "bytes of an image file", needed: found, available: max }
-            }
+            ImageError::TooManyImages { found, max } => Error::Capacity {
+                what: "images in one request",
+                needed: found,
+                available: max,
+            },
+            ImageError::TooManyBytes { found, max } => Error::Capacity {
+                what: "bytes of an image file",
+                needed: found,
+                available: max,
+            },
             err => Error::value("image", err.to_string()),
         }
     }

@@ -30,13 +30,13 @@ pub fn span_len(rows: usize, cols: usize) -> usize {
 /// [`ImageError::Pixels`] for a side of zero, [`ImageError::NoGrid`] when no grid fits the budget.
 ///
 /// Reference: image processor, `plan_image_grid`.
-pub fn plan_image_grid(
-    width: u32,
-    height: u32,
-    cfg: &GridConfig,
-) -> Result<ImageGrid, ImageError> {
+pub fn plan_image_grid(width: u32, height: u32, cfg: &GridConfig) -> Result<ImageGrid, ImageError> {
     if width == 0 || height == 0 {
-        return Err(ImageError::Pixels { width, height, bytes: 0 });
+        return Err(ImageError::Pixels {
+            width,
+            height,
+            bytes: 0,
+        });
     }
     let (patch, ratio) = (cfg.patch_size as f64, cfg.downsample_ratio);
     let (mut w, mut h) = (f64::from(width), f64::from(height));
@@ -49,7 +49,11 @@ pub fn plan_image_grid(
         let grow = (cfg.min_pixels as f64 / (w * h)).sqrt();
         (w, h) = ((w * grow).trunc(), (h * grow).trunc());
     }
-    let no_grid = ImageError::NoGrid { width, height, max_n_token: cfg.max_n_token };
+    let no_grid = ImageError::NoGrid {
+        width,
+        height,
+        max_n_token: cfg.max_n_token,
+    };
     // Patches a side, and from them tokens a side.
     let grid = |n_h: f64, n_w: f64| {
         let (n_h, n_w) = (n_h as usize, n_w as usize);
@@ -73,13 +77,20 @@ pub fn plan_image_grid(
     }
     let (n_h, n_w) = shrink_to_budget(w, h, cfg);
     let shrunk = grid(n_h, n_w);
-    if fits(&shrunk) { Ok(shrunk) } else { Err(no_grid) }
+    if fits(&shrunk) {
+        Ok(shrunk)
+    } else {
+        Err(no_grid)
+    }
 }
 
 /// Patches (rows, columns) of the largest grid of about this aspect whose span fits the budget.
 fn shrink_to_budget(w: f64, h: f64, cfg: &GridConfig) -> (f64, f64) {
-    let (patch, ratio, budget) =
-        (cfg.patch_size as f64, cfg.downsample_ratio as f64, cfg.max_n_token as f64);
+    let (patch, ratio, budget) = (
+        cfg.patch_size as f64,
+        cfg.downsample_ratio as f64,
+        cfg.max_n_token as f64,
+    );
     let (cell, aspect) = (patch * ratio, h / w);
     // cols * (cols + 1) * aspect = budget - 2, solved for cols.
     let cols = ((budget - 2.0) / aspect + 0.25).sqrt() - 0.5;

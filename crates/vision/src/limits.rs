@@ -20,7 +20,12 @@ pub struct Limits {
 
 impl Default for Limits {
     fn default() -> Self {
-        Self { max_bytes: 32 << 20, max_pixels: 64_000_000, max_aspect: 200, max_images: 16 }
+        Self {
+            max_bytes: 32 << 20,
+            max_pixels: 64_000_000,
+            max_aspect: 200,
+            max_images: 16,
+        }
     }
 }
 
@@ -31,7 +36,10 @@ impl Limits {
     /// [`ImageError::TooManyImages`].
     pub fn check_count(&self, found: usize) -> Result<(), ImageError> {
         if found > self.max_images {
-            return Err(ImageError::TooManyImages { found, max: self.max_images });
+            return Err(ImageError::TooManyImages {
+                found,
+                max: self.max_images,
+            });
         }
         Ok(())
     }
@@ -42,7 +50,10 @@ impl Limits {
     /// [`ImageError::TooManyBytes`].
     pub fn check_bytes(&self, found: usize) -> Result<(), ImageError> {
         if found > self.max_bytes {
-            return Err(ImageError::TooManyBytes { found, max: self.max_bytes });
+            return Err(ImageError::TooManyBytes {
+                found,
+                max: self.max_bytes,
+            });
         }
         Ok(())
     }
@@ -54,13 +65,25 @@ impl Limits {
     pub fn check_size(&self, width: u32, height: u32) -> Result<(), ImageError> {
         let (w, h) = (u64::from(width), u64::from(height));
         if w == 0 || h == 0 {
-            return Err(ImageError::Pixels { width, height, bytes: 0 });
+            return Err(ImageError::Pixels {
+                width,
+                height,
+                bytes: 0,
+            });
         }
         if w * h > self.max_pixels {
-            return Err(ImageError::TooManyPixels { width, height, max: self.max_pixels });
+            return Err(ImageError::TooManyPixels {
+                width,
+                height,
+                max: self.max_pixels,
+            });
         }
         if w.max(h) > w.min(h) * u64::from(self.max_aspect) {
-            return Err(ImageError::Aspect { width, height, max: self.max_aspect });
+            return Err(ImageError::Aspect {
+                width,
+                height,
+                max: self.max_aspect,
+            });
         }
         Ok(())
     }

@@ -11,7 +11,7 @@ pub(crate) enum Isa {
     /// AVX2 and FMA.
     #[cfg(target_arch = "x86_64")]
     Avx2,
-    /// AVX-512F, beside AVX2 and FMA.
+    /// AVX-512 F, BW, DQ and VL, beside AVX2 and FMA.
     #[cfg(target_arch = "x86_64")]
     Avx512,
 }
@@ -21,7 +21,11 @@ impl Isa {
     pub(crate) fn detect() -> Self {
         #[cfg(target_arch = "x86_64")]
         if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
-            return if is_x86_feature_detected!("avx512f") { Self::Avx512 } else { Self::Avx2 };
+            let wide = is_x86_feature_detected!("avx512f")
+                && is_x86_feature_detected!("avx512bw")
+                && is_x86_feature_detected!("avx512dq")
+                && is_x86_feature_detected!("avx512vl");
+            return if wide { Self::Avx512 } else { Self::Avx2 };
         }
         Self::Portable
     }
@@ -39,8 +43,8 @@ impl Isa {
     }
 }
 
-/// Calls `body(args)`, an `#[inline(always)]` function of plain Rust without a result, compiled once for
-/// the build's target and once for AVX2 and FMA.
+/// Calls `body(args)`, an `#[inline(always)]` function of plain Rust without a result, compiled for the
+/// build's target and for each wider instruction set.
 macro_rules! simd_dispatch {
     ($body:ident($($arg:ident: $ty:ty),* $(,)?)) => {{
         #[cfg(target_arch = "x86_64")]
@@ -49,9 +53,16 @@ macro_rules! simd_dispatch {
             fn avx2($($arg: $ty),*) {
                 $body($($arg),*)
             }
-            if $crate::simd::Isa::detect() != $crate::simd::Isa::Portable {
-                // SAFETY: `detect` has found AVX2 and FMA, which is all that the function asks for.
-                return unsafe { avx2($($arg),*) };
+            #[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512dq,avx512vl")]
+            fn avx512($($arg: $ty),*) {
+                $body($($arg),*)
+            }
+            match $crate::simd::Isa::detect() {
+                $crate::simd::Isa::Portable => {}
+                // SAFETY: `detect` has found the features.
+                $crate::simd::Isa::Avx2 => return unsafe { avx2($($arg),*) },
+                // SAFETY: as above.
+                $crate::simd::Isa::Avx512 => return unsafe { avx512($($arg),*) },
             }
         }
         $body($($arg),*)

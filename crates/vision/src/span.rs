@@ -28,9 +28,15 @@ impl TokenType {
 
     /// The type of an official number.
     pub fn from_code(code: i64) -> Option<Self> {
-        [Self::Text, Self::ImageStart, Self::Image, Self::ImageNewLine, Self::ImageEnd]
-            .into_iter()
-            .find(|t| t.code() == code)
+        [
+            Self::Text,
+            Self::ImageStart,
+            Self::Image,
+            Self::ImageNewLine,
+            Self::ImageEnd,
+        ]
+        .into_iter()
+        .find(|t| t.code() == code)
     }
 
     /// Whether the position lies inside an image span, delimiters included: the mask that the gate's
@@ -81,11 +87,19 @@ pub fn expand_image_tokens(
             format!("{wanted} image tokens for {} images", images.len()),
         ));
     }
-    let mut out = ExpandedPrompt { ids: Vec::new(), types: Vec::new(), starts: Vec::new() };
+    let mut out = ExpandedPrompt {
+        ids: Vec::new(),
+        types: Vec::new(),
+        starts: Vec::new(),
+    };
     let mut queue = images.iter();
     for &id in ids {
         // Counted above: there is an image for every image token.
-        let image = if id == image_token_id { queue.next() } else { None };
+        let image = if id == image_token_id {
+            queue.next()
+        } else {
+            None
+        };
         match image {
             Some(image) => {
                 out.starts.push(out.ids.len());

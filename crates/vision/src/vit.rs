@@ -36,7 +36,10 @@ impl SelfAttention {
         let n = xs.dim(0)?;
         // Queries, keys and values stay in one tensor of three times the heads: the first two thirds
         // are rotated.
-        let qkv = self.wqkv.forward(xs)?.reshape((n, 3 * self.heads, self.head_dim))?;
+        let qkv = self
+            .wqkv
+            .forward(xs)?
+            .reshape((n, 3 * self.heads, self.head_dim))?;
         let qkv = apply_rope_2d(&qkv, table, 2 * self.heads)?;
         let qkv = qkv.reshape((n, 3, self.heads, self.head_dim))?;
         self.wo.forward(&full_attention(&qkv)?)

@@ -27,7 +27,10 @@ pub fn merge_cells(xs: &Tensor, n_h: usize, n_w: usize, r: usize) -> Result<Tens
     if r == 0 || xs.rank() != 2 || Some(xs.dims()[0]) != n_h.checked_mul(n_w) {
         return Err(Error::shape(
             "merge_cells",
-            format!("expected [{n_h} * {n_w}, c] and r > 0, found {:?} and r = {r}", xs.shape()),
+            format!(
+                "expected [{n_h} * {n_w}, c] and r > 0, found {:?} and r = {r}",
+                xs.shape()
+            ),
         ));
     }
     Ok(xs.apply_op1_no_bwd(&MergeCells { n_h, n_w, r })?)
@@ -69,9 +72,13 @@ impl CustomOp1 for MergeCells {
         if !out.is_empty() {
             let band = self.r * self.n_w * c;
             if cpu::should_parallelise(out.len() * 4) {
-                xs.par_chunks(band).zip(out.par_chunks_mut(cols * width)).for_each(merge);
+                xs.par_chunks(band)
+                    .zip(out.par_chunks_mut(cols * width))
+                    .for_each(merge);
             } else {
-                xs.chunks(band).zip(out.chunks_mut(cols * width)).for_each(merge);
+                xs.chunks(band)
+                    .zip(out.chunks_mut(cols * width))
+                    .for_each(merge);
             }
         }
         Ok((CpuStorage::BF16(out), Shape::from((rows * cols, width))))

@@ -64,7 +64,9 @@ impl CustomOp1 for Swiglu {
         let row = |(x, out): (&[bf16], &mut [bf16])| swiglu_fast(&x[..inter], &x[inter..], out);
         if !out.is_empty() {
             if cpu::should_parallelise(out.len() * 30) {
-                xs.par_chunks(width).zip(out.par_chunks_mut(inter)).for_each(row);
+                xs.par_chunks(width)
+                    .zip(out.par_chunks_mut(inter))
+                    .for_each(row);
             } else {
                 xs.chunks(width).zip(out.chunks_mut(inter)).for_each(row);
             }
@@ -116,7 +118,10 @@ impl CustomOp1 for Gelu {
 /// Another dtype, or shapes that differ.
 pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     if a.shape() != b.shape() {
-        return Err(Error::shape("add", format!("{:?} and {:?} differ", a.shape(), b.shape())));
+        return Err(Error::shape(
+            "add",
+            format!("{:?} and {:?} differ", a.shape(), b.shape()),
+        ));
     }
     Ok(cpu_bf16(a, "add")?.apply_op2_no_bwd(&cpu_bf16(b, "add")?, &Add)?)
 }

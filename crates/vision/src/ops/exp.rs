@@ -1,6 +1,6 @@
 //! An exponential that vectorises.
 
-/// `exp(x)` within 2 ulp for `x` in -87..=88, 0 below, `inf` above; NaN stays NaN.
+/// `exp(x)` within 2 ulp for `x` in -87.3..=88.3, 0 below, `inf` above; NaN stays NaN.
 ///
 /// Written without branches or library calls so that loops over it become vector code, and with fused
 /// multiply-adds only, so that it has the same bits everywhere.
@@ -14,9 +14,13 @@ pub(crate) fn exp(x: f32) -> f32 {
     // ln 2 in two parts; products of the first with |n| < 256 are exact.
     const LN2_HI: f32 = 0.693_359_4;
     const LN2_LO: f32 = -2.121_944_4e-4;
-    // Past these the result is 0 or inf anyway; the clamp keeps n in range. NaN passes through.
-    let c = if x < -87.5 { -87.5 } else { x };
-    let c = if c > 88.5 { 88.5 } else { c };
+    /// The smallest result is a normal number: n = -126.
+    const LOW: f32 = -87.3;
+    /// n = 128, whose power of two has the bits of infinity.
+    const HIGH: f32 = 88.8;
+    // Comparisons with NaN are false: it passes through.
+    let c = if x < LOW { LOW } else { x };
+    let c = if c > HIGH { HIGH } else { c };
     let shifted = c.mul_add(LOG2_E, ROUND);
     let n = shifted - ROUND;
     let r = n.mul_add(-LN2_HI, c);
@@ -29,24 +33,43 @@ pub(crate) fn exp(x: f32) -> f32 {
     p = p.mul_add(r, 0.499_999_94);
     p = p.mul_add(r, 1.0);
     p = p.mul_add(r, 1.0);
-    // n runs from -126 to 128: two factors, so that neither leaves the normal range.
-    let half = (shifted.to_bits() as i32).wrapping_sub(ROUND.to_bits() as i32) >> 1;
-    let rest = (shifted.to_bits() as i32).wrapping_sub(ROUND.to_bits() as i32).wrapping_sub(half);
-    let pow2 = |e: i32| f32::from_bits((e.wrapping_add(127) as u32) << 23);
-    let y = p * pow2(half) * pow2(rest);
-    let y = if x < -87.5 { 0.0 } else { y };
-    if x > 88.5 { f32::INFINITY } else { y }
+    let pow2 = f32::from_bits((shifted.to_bits() << 23).wrapping_add(1f32.to_bits()));
+    if x < LOW { 0.0 } else { p * pow2 }
+}
+
+/// `x` rounded to bf16 and widened again: the bits of `half`'s conversions, as code that vectorises.
+#[inline(always)]
+pub(crate) fn round_to_bf16(x: f32) -> f32 {
+    let bits = x.to_bits();
+    let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) & 0xffff_0000;
+    // Rounding could carry a NaN into the sign; a NaN keeps its upper half, made quiet.
+    f32::from_bits(if x.is_nan() {
+        (bits | 0x0040_0000) & 0xffff_0000
+    } else {
+        rounded
+    })
 }
 
 #[cfg(test)]
 mod tests {
-    use super::exp;
+    use half::bf16;
+    use proptest::prelude::*;
+
+    use super::{exp, round_to_bf16};
+
+    proptest! {
+        #[test]
+        fn rounds_as_half_does(bits: u32) {
+            let x = f32::from_bits(bits);
+            prop_assert_eq!(round_to_bf16(x).to_bits(), bf16::from_f32(x).to_f32().to_bits());
+        }
+    }
 
     #[test]
     fn close_to_the_library() {
         let mut worst = 0f64;
         let mut x = -87.0f32;
-        while x < 88.0 {
+        while x < 88.3 {
             let exact = f64::from(x).exp();
             worst = worst.max(((f64::from(exp(x)) - exact) / exact).abs());
             x += 1.3e-4;

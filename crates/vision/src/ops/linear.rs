@@ -17,7 +17,7 @@ use deepseek_v41_core::{
 use half::bf16;
 use rayon::prelude::*;
 
-use self::tile::{COLS, LANES, ROWS};
+use self::tile::{COLS, ColStep, LANES, ROWS, RowStep};
 use super::cpu_bf16;
 use crate::simd::Isa;
 
@@ -42,7 +42,10 @@ impl Linear {
         };
         let len = raw.bytes.len();
         let weight = Bf16Rows::new(raw.bytes, out_dim, in_dim).ok_or_else(|| {
-            Error::shape("linear", format!("[{out_dim}, {in_dim}] bf16 in {len} bytes"))
+            Error::shape(
+                "linear",
+                format!("[{out_dim}, {in_dim}] bf16 in {len} bytes"),
+            )
         })?;
         Ok(Self { weight, bias })
     }
@@ -90,7 +93,7 @@ impl Linear {
             // Without inputs the sum is empty and only the bias is left.
             for row in out.chunks_mut(n.max(1)) {
                 for (j, o) in row.iter_mut().enumerate() {
-                    *o = bf16::from_f32(self.bias.as_ref().map_or(0.0, |b| b[j]));
+                    *o = cpu::round_bf16(self.bias.as_ref().map_or(0.0, |b| b[j]));
                 }
             }
             return;
@@ -106,57 +109,77 @@ impl Linear {
         let m = xs.len() / k;
         let packed = PackedRows::new(xs, k);
         let mut blocks = split_blocks(out, m, n);
-        let run = |block: &mut Block<'_>| self.forward_block(&packed, block, isa);
+        let run = |scratch: &mut Scratch, block: &mut Block<'_>| {
+            self.forward_block(&packed, block, scratch, isa);
+        };
         if cpu::should_parallelise(2 * m * n * k) {
-            blocks.par_iter_mut().for_each(run);
+            blocks.par_iter_mut().for_each_init(Scratch::default, run);
         } else {
-            blocks.iter_mut().for_each(run);
+            let mut scratch = Scratch::default();
+            blocks.iter_mut().for_each(|block| run(&mut scratch, block));
         }
     }
 
     /// One block of the output. Weights are widened once for all of its rows; partial sums wait in
     /// `acc` between steps along K, in the lanes of [`cpu::dot`].
-    fn forward_block(&self, packed: &PackedRows, block: &mut Block<'_>, isa: Isa) {
+    fn forward_block(
+        &self,
+        packed: &PackedRows,
+        block: &mut Block<'_>,
+        scratch: &mut Scratch,
+        isa: Isa,
+    ) {
         let tiles = block.rows.len().div_ceil(ROWS);
         let columns = block.rows.first().map_or(0, |row| row.len());
         let panels = columns.div_ceil(COLS);
-        let mut acc = vec![tile::ZERO; tiles * panels];
-        let mut panel = vec![[[0f32; LANES]; COLS]; STEPS];
+        let Scratch { acc, panel } = scratch;
+        acc.resize(tiles * panels, tile::ZERO_ACC);
         for s0 in (0..packed.steps).step_by(STEPS) {
             let steps = STEPS.min(packed.steps - s0);
+            panel.resize(steps, tile::ZERO_COLS);
+            let rows = packed.tiles(block.row / ROWS, tiles, s0, steps);
             for (p, acc) in acc.chunks_exact_mut(tiles).enumerate() {
-                self.widen(block.column + p * COLS, s0, &mut panel[..steps]);
-                for (t, acc) in acc.iter_mut().enumerate() {
-                    let x = packed.tile(block.row / ROWS + t, s0, steps);
-                    tile::accumulate(isa, x, &panel[..steps], acc);
+                self.widen(block.column + p * COLS, s0, panel, isa);
+                for (x, acc) in rows.chunks_exact(steps).zip(acc) {
+                    tile::accumulate(isa, x, panel, acc, s0 == 0);
                 }
             }
         }
-        for (p, acc) in acc.chunks_exact(tiles).enumerate() {
-            let bias = self.bias.as_ref().map(|b| &b[block.column + p * COLS..]);
-            for (rows, acc) in block.rows.chunks_mut(ROWS).zip(acc) {
-                for (row, acc) in rows.iter_mut().zip(acc) {
-                    let out = row[p * COLS..].iter_mut().take(COLS).enumerate();
-                    for (j, o) in out {
-                        *o = bf16::from_f32(sum_lanes(&acc[j]) + bias.map_or(0.0, |b| b[j]));
-                    }
+        let mut bias = [0f32; BLOCK_COLS];
+        if let Some(all) = &self.bias {
+            bias.iter_mut()
+                .zip(&all[block.column..])
+                .for_each(|(o, b)| *o = *b);
+        }
+        // A row's columns are gathered before they go out: rows lie pages apart.
+        let mut values = [[bf16::ZERO; BLOCK_COLS]; ROWS];
+        let mut finished = [[bf16::ZERO; COLS]; ROWS];
+        for (t, rows) in block.rows.chunks_mut(ROWS).enumerate() {
+            for (p, bias) in bias.as_chunks::<COLS>().0.iter().take(panels).enumerate() {
+                tile::finish(isa, &acc[p * tiles + t], bias, &mut finished);
+                for (values, row) in values.iter_mut().zip(&finished) {
+                    values[p * COLS..(p + 1) * COLS].copy_from_slice(row);
                 }
+            }
+            for (row, values) in rows.iter_mut().zip(&values) {
+                row.copy_from_slice(&values[..row.len()]);
             }
         }
     }
 
     /// Weights of columns `column ..` and steps `s0 ..` in the order [`tile::accumulate`] reads them.
     /// Columns past the last and elements past K become zeros.
-    fn widen(&self, column: usize, s0: usize, panel: &mut [[[f32; LANES]; COLS]]) {
+    fn widen(&self, column: usize, s0: usize, panel: &mut [ColStep], isa: Isa) {
         let (n, k) = (self.out_dim(), self.in_dim());
         let k0 = s0 * LANES;
         let k1 = (k0 + panel.len() * LANES).min(k);
         for c in 0..COLS {
             if column + c < n {
                 let row = (column + c) * k;
-                widen_row(&self.weight.bytes()[(row + k0) * 2..(row + k1) * 2], c, panel);
+                let row = &self.weight.bytes()[(row + k0) * 2..(row + k1) * 2];
+                tile::widen(isa, row, c, panel);
             } else {
-                panel.iter_mut().for_each(|step| step[c] = [0.0; LANES]);
+                panel.iter_mut().for_each(|step| step.0[c] = [0.0; LANES]);
             }
         }
     }
@@ -168,20 +191,28 @@ pub fn linear_ref(xs: &[f32], weight: &[f32], bias: Option<&[f32]>, k: usize, ou
     for (x, out) in xs.chunks_exact(k).zip(out.chunks_exact_mut(n)) {
         for (j, o) in out.iter_mut().enumerate() {
             let sum = cpu::dot(x, &weight[j * k..(j + 1) * k]);
-            *o = bf16::from_f32(sum + bias.map_or(0.0, |b| b[j]));
+            *o = cpu::round_bf16(sum + bias.map_or(0.0, |b| b[j]));
         }
     }
 }
 
 /// Rows widened at a time: bounds the f32 copy of the activations.
-const BAND_ROWS: usize = 8 * BLOCK_ROWS;
+const BAND_ROWS: usize = 4 * BLOCK_ROWS;
 /// Rows of an output block: enough that widening a weight is small beside using it.
-const BLOCK_ROWS: usize = 32 * ROWS;
+const BLOCK_ROWS: usize = 48 * ROWS;
 /// Columns of an output block: the block's partial sums stay in a core's second-level cache.
 const BLOCK_COLS: usize = 8 * COLS;
 /// Steps of [`LANES`] along K at a time: a panel of weights and a tile of rows stay in the first-level
 /// cache.
 const STEPS: usize = 64;
+
+/// What one thread keeps between blocks.
+#[derive(Default)]
+struct Scratch {
+    /// Partial sums `[panels, tiles]`; the first step along K overwrites what an earlier block left.
+    acc: Vec<tile::Acc>,
+    panel: Vec<ColStep>,
+}
 
 /// A part of the output that one thread fills.
 struct Block<'a> {
@@ -208,70 +239,65 @@ fn split_blocks(out: &mut [bf16], m: usize, n: usize) -> Vec<Block<'_>> {
     blocks
 }
 
-/// Activations widened to f32 in the order [`tile::accumulate`] reads them: `[tiles, steps, ROWS,
-/// LANES]`, zeros behind the last row and the last element.
+/// Activations widened to f32 in the order [`tile::accumulate`] reads them: for every [`STEPS`] steps
+/// along K, `[tiles, steps, ROWS, LANES]`; zeros behind the last row and the last element.
 struct PackedRows {
-    data: Vec<[[f32; LANES]; ROWS]>,
+    data: Vec<RowStep>,
+    tiles: usize,
     steps: usize,
 }
 
 impl PackedRows {
     fn new(xs: &[bf16], k: usize) -> Self {
         let (m, steps) = (xs.len() / k, k.div_ceil(LANES));
-        let mut data = vec![[[0f32; LANES]; ROWS]; m.div_ceil(ROWS) * steps];
-        let pack = |(rows, tile): (&[bf16], &mut [[[f32; LANES]; ROWS]])| {
-            for (r, row) in rows.chunks_exact(k).enumerate() {
-                for (step, x) in tile.iter_mut().zip(row.chunks(LANES)) {
-                    for (o, x) in step[r].iter_mut().zip(x) {
-                        *o = x.to_f32();
-                    }
+        let tiles = m.div_ceil(ROWS);
+        let mut data = vec![tile::ZERO_ROWS; tiles * steps];
+        let pack = |(i, data): (usize, &mut [RowStep])| {
+            let k0 = i * STEPS * LANES;
+            let k1 = (k0 + STEPS * LANES).min(k);
+            for (rows, tile) in xs.chunks(ROWS * k).zip(data.chunks_mut(data.len() / tiles)) {
+                for (r, row) in rows.chunks_exact(k).enumerate() {
+                    pack_row(&row[k0..k1], r, tile);
                 }
             }
         };
         if cpu::should_parallelise(xs.len() * 4) {
-            xs.par_chunks(ROWS * k).zip(data.par_chunks_mut(steps)).for_each(pack);
+            data.par_chunks_mut(tiles * STEPS)
+                .enumerate()
+                .for_each(pack);
         } else {
-            xs.chunks(ROWS * k).zip(data.chunks_mut(steps)).for_each(pack);
+            data.chunks_mut(tiles * STEPS).enumerate().for_each(pack);
         }
-        Self { data, steps }
+        Self { data, tiles, steps }
     }
 
-    fn tile(&self, tile: usize, s0: usize, steps: usize) -> &[[[f32; LANES]; ROWS]] {
-        let start = tile * self.steps + s0;
-        &self.data[start..start + steps]
+    /// `[n, steps]` of `n` tiles from `tile` on.
+    fn tiles(&self, tile: usize, n: usize, s0: usize, steps: usize) -> &[RowStep] {
+        debug_assert!(s0.is_multiple_of(STEPS) && s0 + steps <= self.steps);
+        let start = s0 * self.tiles + tile * steps;
+        &self.data[start..start + n * steps]
     }
 }
 
-/// Widens one weight row (little-endian bf16) into column `c` of a panel.
-fn widen_row(bytes: &[u8], c: usize, panel: &mut [[[f32; LANES]; COLS]]) {
-    simd_dispatch!(widen_row_body(bytes: &[u8], c: usize, panel: &mut [[[f32; LANES]; COLS]]))
+/// Widens a part of one row of activations into row `r` of a tile.
+fn pack_row(xs: &[bf16], r: usize, tile: &mut [RowStep]) {
+    simd_dispatch!(pack_row_body(xs: &[bf16], r: usize, tile: &mut [RowStep]))
 }
 
 #[inline(always)]
-fn widen_row_body(bytes: &[u8], c: usize, panel: &mut [[[f32; LANES]; COLS]]) {
-    let (whole, rest) = bytes.as_chunks::<{ 2 * LANES }>();
-    for (step, b) in panel.iter_mut().zip(whole) {
+fn pack_row_body(xs: &[bf16], r: usize, tile: &mut [RowStep]) {
+    let (whole, rest) = xs.as_chunks::<LANES>();
+    for (step, x) in tile.iter_mut().zip(whole) {
         for l in 0..LANES {
-            step[c][l] = widen(b[2 * l], b[2 * l + 1]);
+            step.0[r][l] = x[l].to_f32();
         }
     }
-    if let Some(step) = panel.get_mut(whole.len()) {
-        step[c] = [0.0; LANES];
-        for (o, b) in step[c].iter_mut().zip(rest.as_chunks::<2>().0) {
-            *o = widen(b[0], b[1]);
-        }
+    if let Some(step) = tile.get_mut(whole.len()) {
+        step.0[r]
+            .iter_mut()
+            .zip(rest)
+            .for_each(|(o, x)| *o = x.to_f32());
     }
-}
-
-#[inline(always)]
-fn widen(low: u8, high: u8) -> f32 {
-    f32::from_bits(u32::from(u16::from_le_bytes([low, high])) << 16)
-}
-
-/// The tree at the end of [`cpu::dot`].
-#[inline(always)]
-fn sum_lanes(l: &[f32; LANES]) -> f32 {
-    ((l[0] + l[4]) + (l[2] + l[6])) + ((l[1] + l[5]) + (l[3] + l[7]))
 }
 
 struct LinearOp<'a>(&'a Linear);
@@ -303,7 +329,10 @@ mod tests {
         let bytes: Vec<u8> = weight.iter().flat_map(|v| v.to_le_bytes()).collect();
         let rows = Bf16Rows::new(Bytes::from(bytes), n, k).unwrap();
         let bias = bias.then(|| random_f32(n, 1.0, seed + 1));
-        (Linear::from_rows(rows, bias).unwrap(), weight.iter().map(|v| v.to_f32()).collect())
+        (
+            Linear::from_rows(rows, bias).unwrap(),
+            weight.iter().map(|v| v.to_f32()).collect(),
+        )
     }
 
     fn check(m: usize, n: usize, k: usize, bias: bool) {
@@ -333,7 +362,12 @@ mod tests {
 
     #[test]
     fn same_bits_over_several_blocks_and_bands() {
-        check(2 * BLOCK_ROWS + 5, 3 * BLOCK_COLS - 3, STEPS * LANES + 9, true);
+        check(
+            2 * BLOCK_ROWS + 5,
+            3 * BLOCK_COLS - 3,
+            STEPS * LANES + 9,
+            true,
+        );
         check(BAND_ROWS + 1, COLS + 1, 3, false);
     }
 
@@ -348,6 +382,9 @@ mod tests {
     fn other_width_is_refused() {
         let (linear, _) = layer(3, 4, true, 1);
         let xs = Tensor::zeros((2, 5), candle_core::DType::BF16, &candle_core::Device::Cpu);
-        assert!(matches!(linear.forward(&xs.unwrap()), Err(Error::Shape { op: "linear", .. })));
+        assert!(matches!(
+            linear.forward(&xs.unwrap()),
+            Err(Error::Shape { op: "linear", .. })
+        ));
     }
 }

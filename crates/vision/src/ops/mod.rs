@@ -19,10 +19,15 @@ use deepseek_v41_core::{Error, Result};
 /// `xs` as a contiguous bf16 tensor on the CPU.
 fn cpu_bf16(xs: &Tensor, op: &'static str) -> Result<Tensor> {
     if xs.dtype() != DType::BF16 {
-        return Err(Error::shape(op, format!("expected bf16, found {:?}", xs.dtype())));
+        return Err(Error::shape(
+            op,
+            format!("expected bf16, found {:?}", xs.dtype()),
+        ));
     }
     if !xs.device().is_cpu() {
-        return Err(Error::Unsupported { what: format!("{op} runs on the CPU only") });
+        return Err(Error::Unsupported {
+            what: format!("{op} runs on the CPU only"),
+        });
     }
     Ok(xs.contiguous()?)
 }

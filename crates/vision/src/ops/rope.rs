@@ -49,7 +49,9 @@ impl Rope2d {
         let rd = head_dim / 2;
         // Exponent in f32, as the reference's arange divided by rd.
         let exponent = |i: usize| (2 * i) as f32 / rd as f32;
-        let inv = (0..rd / 2).map(|i| 1.0 / (theta as f32).powf(exponent(i))).collect();
+        let inv = (0..rd / 2)
+            .map(|i| 1.0 / (theta as f32).powf(exponent(i)))
+            .collect();
         Ok(Self { inv })
     }
 
@@ -111,7 +113,10 @@ pub fn apply_rope_2d(xs: &Tensor, table: &Rope2dTable, rotated: usize) -> Result
             ),
         ));
     }
-    Ok(xs.apply_op1_no_bwd(&ApplyRope2d { table: table.clone(), rotated })?)
+    Ok(xs.apply_op1_no_bwd(&ApplyRope2d {
+        table: table.clone(),
+        rotated,
+    })?)
 }
 
 /// One head in place: `head: [2 * angles]`.

@@ -34,13 +34,24 @@ impl RgbImage {
         }
         let mut reader = ImageReader::with_format(Cursor::new(file), format);
         let mut bounds = image::Limits::no_limits();
-        bounds.max_alloc =
-            Some(limits.max_pixels.saturating_mul(WIDEST_PIXEL).saturating_add(DECODER_SLACK));
+        let max = limits
+            .max_pixels
+            .saturating_mul(WIDEST_PIXEL)
+            .saturating_add(DECODER_SLACK);
+        bounds.max_alloc = Some(max);
         reader.limits(bounds);
-        let decoder = reader.into_decoder()?;
+        let refused = |err| match err {
+            image::ImageError::Limits(_) => ImageError::Memory { max },
+            err => ImageError::Decode(err),
+        };
+        let decoder = reader.into_decoder().map_err(refused)?;
         let (width, height) = decoder.dimensions();
         limits.check_size(width, height)?;
-        Self::new(width, height, to_rgb(DynamicImage::from_decoder(decoder)?))
+        Self::new(
+            width,
+            height,
+            to_rgb(DynamicImage::from_decoder(decoder).map_err(refused)?),
+        )
     }
 }
 
@@ -76,10 +87,21 @@ fn high_byte(v: u16) -> u8 {
 
 /// The first three of `N` channels.
 fn pick<const N: usize, T: Copy>(pixels: &[T], narrow: impl Fn(T) -> u8) -> Vec<u8> {
-    pixels.as_chunks::<N>().0.iter().flat_map(|p| [p[0], p[1], p[2]]).map(narrow).collect()
+    pixels
+        .as_chunks::<N>()
+        .0
+        .iter()
+        .flat_map(|p| [p[0], p[1], p[2]])
+        .map(narrow)
+        .collect()
 }
 
 /// The first of `N` channels, three times.
 fn replicate<const N: usize, T: Copy>(pixels: &[T], narrow: impl Fn(T) -> u8) -> Vec<u8> {
-    pixels.as_chunks::<N>().0.iter().flat_map(|p| [narrow(p[0]); 3]).collect()
+    pixels
+        .as_chunks::<N>()
+        .0
+        .iter()
+        .flat_map(|p| [narrow(p[0]); 3])
+        .collect()
 }

@@ -90,7 +90,10 @@ impl ImageProcessor {
         files: &[B],
     ) -> Result<Vec<ImagePatches>, ImageError> {
         self.limits.check_count(files.len())?;
-        files.iter().map(|file| self.process(file.as_ref())).collect()
+        files
+            .iter()
+            .map(|file| self.process(file.as_ref()))
+            .collect()
     }
 
     /// Patches of pixels decoded elsewhere.

@@ -25,12 +25,7 @@ impl ImagePatches {
     ///
     /// # Errors
     /// Another shape or dtype, or an empty grid.
-    pub fn new(
-        patches: Tensor,
-        n_h: usize,
-        n_w: usize,
-        downsample_ratio: usize,
-    ) -> Result<Self> {
+    pub fn new(patches: Tensor, n_h: usize, n_w: usize, downsample_ratio: usize) -> Result<Self> {
         let shape_fits = match *patches.dims() {
             [n, 3, a, b] => n > 0 && Some(n) == n_h.checked_mul(n_w) && a == b && a > 0,
             _ => false,
@@ -45,8 +40,17 @@ impl ImagePatches {
                 ),
             ));
         }
-        let (rows, cols) = (n_h.div_ceil(downsample_ratio), n_w.div_ceil(downsample_ratio));
-        Ok(Self { patches: patches.contiguous()?, n_h, n_w, rows, cols })
+        let (rows, cols) = (
+            n_h.div_ceil(downsample_ratio),
+            n_w.div_ceil(downsample_ratio),
+        );
+        Ok(Self {
+            patches: patches.contiguous()?,
+            n_h,
+            n_w,
+            rows,
+            cols,
+        })
     }
 
     /// Cuts an image that already has its grid's size; see [`fit_to_grid`](crate::fit_to_grid).
@@ -66,7 +70,10 @@ impl ImagePatches {
         {
             return Err(Error::shape(
                 "image_patches",
-                format!("expected {}x{} pixels, found {width}x{height}", grid.width, grid.height),
+                format!(
+                    "expected {}x{} pixels, found {width}x{height}",
+                    grid.width, grid.height
+                ),
             )
             .into());
         }
@@ -144,9 +151,13 @@ pub fn normalise(image: &RgbImage, patch: usize) -> Vec<bf16> {
     };
     let (band, src) = (n_w * 3 * area, patch * width * 3);
     if cpu::should_parallelise(work) {
-        out.par_chunks_mut(band).zip(image.data().par_chunks(src)).for_each(cut);
+        out.par_chunks_mut(band)
+            .zip(image.data().par_chunks(src))
+            .for_each(cut);
     } else {
-        out.chunks_mut(band).zip(image.data().chunks(src)).for_each(cut);
+        out.chunks_mut(band)
+            .zip(image.data().chunks(src))
+            .for_each(cut);
     }
     out
 }

@@ -21,7 +21,7 @@ use deepseek_v41_core::cpu;
 use rayon::prelude::*;
 
 use super::RgbImage;
-use crate::ImageError;
+use crate::{ImageError, simd::Isa};
 
 /// Fraction bits of a coefficient: 32, less 8 for the byte and 2 for overshoot and sign.
 const FRACTION_BITS: u32 = 22;
@@ -33,7 +33,7 @@ const SUPPORT: f64 = 2.0;
 struct Taps {
     /// First input and number of inputs, for each output.
     spans: Vec<(usize, usize)>,
-    /// `[outputs, stride]`, zero behind each output's own taps.
+    /// `[outputs, stride]`, zero behind each output's own taps; `stride` is even.
     weights: Vec<i32>,
     stride: usize,
 }
@@ -43,27 +43,34 @@ impl Taps {
         let scale = n as f64 / m as f64;
         let stretch = scale.max(1.0);
         let support = SUPPORT * stretch;
-        let stride = support.ceil() as usize * 2 + 1;
+        let stride = support.ceil() as usize * 2 + 2;
         let mut weights = vec![0; m * stride];
         let mut w = Vec::with_capacity(stride);
-        let spans = weights.chunks_exact_mut(stride).enumerate().map(|(i, row)| {
-            let centre = (i as f64 + 0.5) * scale;
-            // `as` truncates and turns negative values into 0.
-            let first = (centre - support + 0.5) as usize;
-            let end = ((centre + support + 0.5) as usize).min(n);
-            w.clear();
-            let shrink = 1.0 / stretch;
-            w.extend((first..end).map(|x| cubic((x as f64 - centre + 0.5) * shrink)));
-            let sum: f64 = w.iter().sum();
-            for (k, w) in row.iter_mut().zip(&w) {
-                let w = if sum != 0.0 { w / sum } else { *w };
-                let half = if w < 0.0 { -0.5 } else { 0.5 };
-                *k = (half + w * f64::from(1 << FRACTION_BITS)) as i32;
-            }
-            (first, end - first)
-        });
+        let spans = weights
+            .chunks_exact_mut(stride)
+            .enumerate()
+            .map(|(i, row)| {
+                let centre = (i as f64 + 0.5) * scale;
+                // `as` truncates and turns negative values into 0.
+                let first = (centre - support + 0.5) as usize;
+                let end = ((centre + support + 0.5) as usize).min(n);
+                w.clear();
+                let shrink = 1.0 / stretch;
+                w.extend((first..end).map(|x| cubic((x as f64 - centre + 0.5) * shrink)));
+                let sum: f64 = w.iter().sum();
+                for (k, w) in row.iter_mut().zip(&w) {
+                    let w = if sum != 0.0 { w / sum } else { *w };
+                    let half = if w < 0.0 { -0.5 } else { 0.5 };
+                    *k = (half + w * f64::from(1 << FRACTION_BITS)) as i32;
+                }
+                (first, end - first)
+            });
         let spans = spans.collect();
-        Self { spans, weights, stride }
+        Self {
+            spans,
+            weights,
+            stride,
+        }
     }
 
     /// First input position and weights of output `i`.
@@ -100,17 +107,23 @@ pub fn resize_bicubic(
     width: usize,
     height: usize,
 ) -> Result<RgbImage, ImageError> {
-    resize_with(image, width, height, |src, out, taps| {
-        let in_row = image.width() as usize * 3;
-        each_row(out, width * 3, taps.stride * 8, |y, out| {
-            filter_row(&src[y * in_row..(y + 1) * in_row], taps, out);
-        });
-    }, |src, out, taps| {
-        each_row(out, width * 3, taps.stride * 8, |y, out| {
-            let (first, weights) = taps.get(y);
-            filter_columns(&src[first * width * 3..], width * 3, weights, out);
-        });
-    })
+    resize_with(
+        image,
+        width,
+        height,
+        |src, out, taps| {
+            let in_row = image.width() as usize * 3;
+            each_row(out, width * 3, taps.stride * 8, |y, wide, out| {
+                filter_row(&src[y * in_row..(y + 1) * in_row], taps, wide, out);
+            });
+        },
+        |src, out, taps| {
+            each_row(out, width * 3, taps.stride * 8, |y, _, out| {
+                let (first, weights) = taps.get(y);
+                filter_columns(&src[first * width * 3..], width * 3, weights, out);
+            });
+        },
+    )
 }
 
 /// [`resize_bicubic`] as straight loops on one thread.
@@ -125,20 +138,29 @@ pub fn resize_bicubic_ref(
     let in_width = image.width() as usize;
     let pixel = |taps: &Taps, i: usize, at: &dyn Fn(usize) -> u8| {
         let (first, weights) = taps.get(i);
-        let terms = weights.iter().enumerate().map(|(t, k)| k * i32::from(at(first + t)));
+        let terms = weights
+            .iter()
+            .enumerate()
+            .map(|(t, k)| k * i32::from(at(first + t)));
         clip(HALF + terms.sum::<i32>())
     };
-    resize_with(image, width, height, |src, out, taps| {
-        for (j, o) in out.iter_mut().enumerate() {
-            let (y, x, c) = (j / 3 / width, j / 3 % width, j % 3);
-            *o = pixel(taps, x, &|i| src[(y * in_width + i) * 3 + c]);
-        }
-    }, |src, out, taps| {
-        for (j, o) in out.iter_mut().enumerate() {
-            let (y, xc) = (j / (width * 3), j % (width * 3));
-            *o = pixel(taps, y, &|i| src[i * width * 3 + xc]);
-        }
-    })
+    resize_with(
+        image,
+        width,
+        height,
+        |src, out, taps| {
+            for (j, o) in out.iter_mut().enumerate() {
+                let (y, x, c) = (j / 3 / width, j / 3 % width, j % 3);
+                *o = pixel(taps, x, &|i| src[(y * in_width + i) * 3 + c]);
+            }
+        },
+        |src, out, taps| {
+            for (j, o) in out.iter_mut().enumerate() {
+                let (y, xc) = (j / (width * 3), j % (width * 3));
+                *o = pixel(taps, y, &|i| src[i * width * 3 + xc]);
+            }
+        },
+    )
 }
 
 /// Runs the passes that are needed: `(source, output, taps)` each.
@@ -152,7 +174,11 @@ fn resize_with(
     let (in_width, in_height) = (image.width() as usize, image.height() as usize);
     let (w, h) = (width as u32, height as u32);
     if width == 0 || height == 0 {
-        return Err(ImageError::Pixels { width: w, height: h, bytes: 0 });
+        return Err(ImageError::Pixels {
+            width: w,
+            height: h,
+            bytes: 0,
+        });
     }
     let mut filtered = Vec::new();
     if width != in_width {
@@ -160,49 +186,107 @@ fn resize_with(
         rows(image.data(), &mut filtered, &Taps::new(in_width, width));
     }
     if height == in_height {
-        let data = if width == in_width { image.data().to_vec() } else { filtered };
+        let data = if width == in_width {
+            image.data().to_vec()
+        } else {
+            filtered
+        };
         return RgbImage::new(w, h, data);
     }
-    let src = if width == in_width { image.data() } else { &filtered };
+    let src = if width == in_width {
+        image.data()
+    } else {
+        &filtered
+    };
     let mut out = vec![0; width * height * 3];
     columns(src, &mut out, &Taps::new(in_height, height));
     RgbImage::new(w, h, out)
 }
 
-/// Calls `f(y, row)` for every row of `out`, over threads when `work` operations a byte pay for them.
-fn each_row(out: &mut [u8], row: usize, work: usize, f: impl Fn(usize, &mut [u8]) + Sync) {
+/// Calls `f(y, scratch, row)` for every row of `out`, over threads when `work` operations a byte pay for
+/// them.
+fn each_row(
+    out: &mut [u8],
+    row: usize,
+    work: usize,
+    f: impl Fn(usize, &mut WideRow, &mut [u8]) + Sync,
+) {
     if cpu::should_parallelise(out.len().saturating_mul(work)) {
-        out.par_chunks_mut(row).enumerate().for_each(|(y, out)| f(y, out));
+        let rows = out.par_chunks_mut(row).enumerate();
+        rows.for_each_init(Vec::new, |scratch, (y, out)| f(y, scratch, out));
     } else {
-        out.chunks_mut(row).enumerate().for_each(|(y, out)| f(y, out));
+        let mut scratch = Vec::new();
+        out.chunks_mut(row)
+            .enumerate()
+            .for_each(|(y, out)| f(y, &mut scratch, out));
     }
 }
 
-/// One row: `src: [n, 3]` → `out: [m, 3]`.
-fn filter_row(src: &[u8], taps: &Taps, out: &mut [u8]) {
-    simd_dispatch!(filter_row_body(src: &[u8], taps: &Taps, out: &mut [u8]))
-}
+/// Pixels widened to four lanes, the last one idle, with one more of zeros at the end.
+type WideRow = Vec<[i32; 4]>;
 
-#[inline(always)]
-fn filter_row_body(src: &[u8], taps: &Taps, out: &mut [u8]) {
+/// One row: `src: [n, 3]` → `out: [m, 3]`. `wide` is scratch space.
+fn filter_row(src: &[u8], taps: &Taps, wide: &mut WideRow, out: &mut [u8]) {
+    wide.clear();
+    let pixels = src.as_chunks::<3>().0.iter();
+    wide.extend(pixels.map(|p| [i32::from(p[0]), i32::from(p[1]), i32::from(p[2]), 0]));
+    wide.push([0; 4]);
+    #[cfg(target_arch = "x86_64")]
+    if Isa::detect() != Isa::Portable {
+        // SAFETY: `detect` has found AVX2.
+        return unsafe { filter_row_avx2(wide, taps, out) };
+    }
     for (x, out) in out.as_chunks_mut::<3>().0.iter_mut().enumerate() {
         let (first, weights) = taps.get(x);
-        // Four lanes a pixel, the fourth unused, so that a tap is one vector operation. The last pixel
-        // of the row has no fourth byte behind it and goes through the tail below.
-        let mut acc = [HALF; 4];
-        let run = &src[first * 3..];
-        let wide = weights.len().min(run.len().saturating_sub(1) / 3);
-        for (px, k) in run.windows(4).step_by(3).zip(&weights[..wide]) {
-            for c in 0..4 {
-                acc[c] = acc[c].wrapping_add(k.wrapping_mul(i32::from(px[c])));
-            }
-        }
-        for (px, k) in run[wide * 3..].as_chunks::<3>().0.iter().zip(&weights[wide..]) {
+        let mut acc = [HALF; 3];
+        for (px, k) in wide[first..].iter().zip(weights) {
             for c in 0..3 {
-                acc[c] = acc[c].wrapping_add(k.wrapping_mul(i32::from(px[c])));
+                acc[c] = acc[c].wrapping_add(k.wrapping_mul(px[c]));
             }
         }
-        *out = [clip(acc[0]), clip(acc[1]), clip(acc[2])];
+        *out = acc.map(clip);
+    }
+}
+
+/// Two taps at a time, one in each half of a register. (Left to itself the compiler runs over the taps of
+/// one channel and spends its time on shuffles.)
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+fn filter_row_avx2(wide: &[[i32; 4]], taps: &Taps, out: &mut [u8]) {
+    use std::arch::x86_64::{
+        _mm_add_epi32, _mm_cvtsi128_si32, _mm_loadl_epi64, _mm_packs_epi32, _mm_packus_epi16,
+        _mm_set1_epi32, _mm_srai_epi32, _mm256_add_epi32, _mm256_castsi128_si256,
+        _mm256_castsi256_si128, _mm256_extracti128_si256, _mm256_loadu_si256, _mm256_mullo_epi32,
+        _mm256_permutevar8x32_epi32, _mm256_set_epi32, _mm256_setzero_si256,
+    };
+    let spread = _mm256_set_epi32(1, 1, 1, 1, 0, 0, 0, 0);
+    for (x, out) in out.as_chunks_mut::<3>().0.iter_mut().enumerate() {
+        let (first, n) = taps.spans[x];
+        // An odd count takes one more pixel, which `wide` has, with the zero behind the weights.
+        let pairs = n.div_ceil(2);
+        let weights = taps.weights[x * taps.stride..][..2 * pairs]
+            .as_chunks::<2>()
+            .0;
+        let pixels = wide[first..first + 2 * pairs].as_chunks::<2>().0;
+        let mut acc = _mm256_setzero_si256();
+        for (px, k) in pixels.iter().zip(weights) {
+            // SAFETY: 32 bytes of two pixels.
+            let px = unsafe { _mm256_loadu_si256(px.as_ptr().cast()) };
+            // SAFETY: 8 bytes of two weights.
+            let k = unsafe { _mm_loadl_epi64(k.as_ptr().cast()) };
+            let k = _mm256_permutevar8x32_epi32(_mm256_castsi128_si256(k), spread);
+            acc = _mm256_add_epi32(acc, _mm256_mullo_epi32(px, k));
+        }
+        let both = _mm_add_epi32(
+            _mm256_castsi256_si128(acc),
+            _mm256_extracti128_si256::<1>(acc),
+        );
+        let sum =
+            _mm_srai_epi32::<{ FRACTION_BITS as i32 }>(_mm_add_epi32(both, _mm_set1_epi32(HALF)));
+        // Saturating to i16 and then to u8 is `clip`: sums are within ten bits here.
+        let bytes = _mm_packus_epi16(_mm_packs_epi32(sum, sum), sum);
+        let [r, g, b, _] = _mm_cvtsi128_si32(bytes).to_le_bytes();
+        *out = [r, g, b];
     }
 }
 

@@ -18,9 +18,17 @@ impl RgbImage {
     pub fn new(width: u32, height: u32, data: Vec<u8>) -> Result<Self, ImageError> {
         let expected = u64::from(width) * u64::from(height) * 3;
         if expected == 0 || data.len() as u64 != expected {
-            return Err(ImageError::Pixels { width, height, bytes: data.len() });
+            return Err(ImageError::Pixels {
+                width,
+                height,
+                bytes: data.len(),
+            });
         }
-        Ok(Self { width, height, data })
+        Ok(Self {
+            width,
+            height,
+            data,
+        })
     }
 
     /// Pixels a row.

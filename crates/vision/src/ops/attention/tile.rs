@@ -9,17 +9,21 @@ pub(super) const WIDTH: usize = 64;
 /// Rows at a time: with [`WIDTH`] columns the sums fill 24 of AVX-512's 32 registers.
 pub(super) const ROWS: usize = 6;
 
+/// A row of a panel, on its own cache lines.
+#[derive(Clone, Copy)]
+#[repr(align(64))]
+pub(super) struct Row(pub(super) [f32; WIDTH]);
+
+impl Row {
+    /// A row of zeros.
+    pub(super) const ZERO: Self = Self([0.0; WIDTH]);
+}
+
 /// `out[r][j] = fma(a[r][k], b[k][j], out[r][j])` for every `k` in order.
 ///
 /// `a` holds the rows `stride` apart, each with at least `b.len()` values; there are `out.len()` rows,
 /// at most [`ROWS`].
-pub(super) fn accumulate(
-    isa: Isa,
-    a: &[f32],
-    stride: usize,
-    b: &[[f32; WIDTH]],
-    out: &mut [[f32; WIDTH]],
-) {
+pub(super) fn accumulate(isa: Isa, a: &[f32], stride: usize, b: &[Row], out: &mut [Row]) {
     assert!(out.len() <= ROWS && (out.is_empty() || a.len() >= (out.len() - 1) * stride + b.len()));
     match isa {
         Isa::Portable => portable(a, stride, b, out),
@@ -28,7 +32,7 @@ pub(super) fn accumulate(
         #[cfg(target_arch = "x86_64")]
         Isa::Avx2 => unsafe { avx2(a, stride, b, out) },
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 => match <&mut [[f32; WIDTH]; ROWS]>::try_from(&mut *out) {
+        Isa::Avx512 => match <&mut [Row; ROWS]>::try_from(&mut *out) {
             // SAFETY: as above; `out` has ROWS rows.
             Ok(out) => unsafe { avx512(a, stride, b, out) },
             // SAFETY: as above.
@@ -37,11 +41,11 @@ pub(super) fn accumulate(
     }
 }
 
-fn portable(a: &[f32], stride: usize, b: &[[f32; WIDTH]], out: &mut [[f32; WIDTH]]) {
+fn portable(a: &[f32], stride: usize, b: &[Row], out: &mut [Row]) {
     for (k, b) in b.iter().enumerate() {
         for (r, out) in out.iter_mut().enumerate() {
             let a = a[r * stride + k];
-            for (o, b) in out.iter_mut().zip(b) {
+            for (o, b) in out.0.iter_mut().zip(&b.0) {
                 *o = a.mul_add(*b, *o);
             }
         }
@@ -52,7 +56,7 @@ fn portable(a: &[f32], stride: usize, b: &[[f32; WIDTH]], out: &mut [[f32; WIDTH
 /// `a` holds `b.len()` values from each `r * stride` on, `r < out.len()`.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma")]
-unsafe fn avx2(a: &[f32], stride: usize, b: &[[f32; WIDTH]], out: &mut [[f32; WIDTH]]) {
+unsafe fn avx2(a: &[f32], stride: usize, b: &[Row], out: &mut [Row]) {
     use std::arch::x86_64::{
         _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_set1_ps, _mm256_setzero_ps, _mm256_storeu_ps,
     };
@@ -64,14 +68,17 @@ unsafe fn avx2(a: &[f32], stride: usize, b: &[[f32; WIDTH]], out: &mut [[f32; WI
         for r in 0..rows {
             // SAFETY: j + 16 <= WIDTH.
             unsafe {
-                sums[r][0] = _mm256_loadu_ps(out[r].as_ptr().add(j));
-                sums[r][1] = _mm256_loadu_ps(out[r].as_ptr().add(j + 8));
+                sums[r][0] = _mm256_loadu_ps(out[r].0.as_ptr().add(j));
+                sums[r][1] = _mm256_loadu_ps(out[r].0.as_ptr().add(j + 8));
             }
         }
         for (k, b) in b.iter().enumerate() {
             // SAFETY: j + 16 <= WIDTH.
             let (b0, b1) = unsafe {
-                (_mm256_loadu_ps(b.as_ptr().add(j)), _mm256_loadu_ps(b.as_ptr().add(j + 8)))
+                (
+                    _mm256_loadu_ps(b.0.as_ptr().add(j)),
+                    _mm256_loadu_ps(b.0.as_ptr().add(j + 8)),
+                )
             };
             for r in 0..ROWS {
                 // Missing rows repeat the last one; their sums are dropped.
@@ -85,8 +92,8 @@ unsafe fn avx2(a: &[f32], stride: usize, b: &[[f32; WIDTH]], out: &mut [[f32; WI
         for r in 0..rows {
             // SAFETY: j + 16 <= WIDTH.
             unsafe {
-                _mm256_storeu_ps(out[r].as_mut_ptr().add(j), sums[r][0]);
-                _mm256_storeu_ps(out[r].as_mut_ptr().add(j + 8), sums[r][1]);
+                _mm256_storeu_ps(out[r].0.as_mut_ptr().add(j), sums[r][0]);
+                _mm256_storeu_ps(out[r].0.as_mut_ptr().add(j + 8), sums[r][1]);
             }
         }
     }
@@ -96,7 +103,7 @@ unsafe fn avx2(a: &[f32], stride: usize, b: &[[f32; WIDTH]], out: &mut [[f32; WI
 /// `a` holds `b.len()` values from each `r * stride` on, `r < ROWS`.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
-unsafe fn avx512(a: &[f32], stride: usize, b: &[[f32; WIDTH]], out: &mut [[f32; WIDTH]; ROWS]) {
+unsafe fn avx512(a: &[f32], stride: usize, b: &[Row], out: &mut [Row; ROWS]) {
     use std::arch::x86_64::{
         _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_set1_ps, _mm512_setzero_ps, _mm512_storeu_ps,
     };
@@ -105,14 +112,14 @@ unsafe fn avx512(a: &[f32], stride: usize, b: &[[f32; WIDTH]], out: &mut [[f32; 
     for r in 0..ROWS {
         for v in 0..VECS {
             // SAFETY: 16 v + 16 <= WIDTH.
-            sums[r][v] = unsafe { _mm512_loadu_ps(out[r].as_ptr().add(16 * v)) };
+            sums[r][v] = unsafe { _mm512_loadu_ps(out[r].0.as_ptr().add(16 * v)) };
         }
     }
     for (k, b) in b.iter().enumerate() {
         let mut bs = [_mm512_setzero_ps(); VECS];
         for v in 0..VECS {
             // SAFETY: 16 v + 16 <= WIDTH.
-            bs[v] = unsafe { _mm512_loadu_ps(b.as_ptr().add(16 * v)) };
+            bs[v] = unsafe { _mm512_loadu_ps(b.0.as_ptr().add(16 * v)) };
         }
         for r in 0..ROWS {
             // SAFETY: promised by the caller.
@@ -125,7 +132,7 @@ unsafe fn avx512(a: &[f32], stride: usize, b: &[[f32; WIDTH]], out: &mut [[f32; 
     for r in 0..ROWS {
         for v in 0..VECS {
             // SAFETY: 16 v + 16 <= WIDTH.
-            unsafe { _mm512_storeu_ps(out[r].as_mut_ptr().add(16 * v), sums[r][v]) };
+            unsafe { _mm512_storeu_ps(out[r].0.as_mut_ptr().add(16 * v), sums[r][v]) };
         }
     }
 }
