@@ -25,8 +25,8 @@ struct Segments {
 __device__ __forceinline__ uint32_t even_e4m3(uint32_t w) { return ((w << 2) & 0x1c1c1c1cu) | ((w << 4) & 0x80808080u); }
 __device__ __forceinline__ uint32_t odd_e4m3(uint32_t w) { return ((w >> 2) & 0x1c1c1c1cu) | (w & 0x80808080u); }
 
-// Copies of stage `st` (of the whole rows) into a slot by THREADS threads, the caller's being `tid`. Columns past a row's end and rows that do
-// not exist keep what the slot held: see few_start.
+// Copies of stage `st` (of the whole rows) into a slot by THREADS threads, the caller's being `tid`. Columns past a row's end and
+// rows that do not exist keep what the slot held: see few_start.
 template <int THREADS>
 __device__ __forceinline__ void few_copy(const Segments& r, uint8_t* slot, int st, int tid) {
     int c = tid & 7, r0 = tid >> 3;
@@ -48,7 +48,9 @@ struct Tokens {
     float* sx;  // [TOK][gp]
     int gp;     // groups, rounded up to whole stages
     __device__ Tokens(uint8_t* p, int gp) : b(p), sx(reinterpret_cast<float*>(p + (size_t)gp * 2 * HALF + 128)), gp(gp) {}
-    __device__ uint64_t desc(int g) const { return desc_plain(smem_addr(b) + g * 2 * HALF, HALF, 128); }
+    // Descriptor of group 0; group g is DESC_STEP * g further on.
+    __device__ uint64_t desc() const { return desc_plain(smem_addr(b), HALF, 128); }
+    static constexpr int DESC_STEP = 2 * HALF / 16;
     // Fills groups first .. for up to `n` tokens; row_of(m) is token m's row of codes [.., K] and scales [.., K/32]. The first
     // warpgroup calls, and must have no copies in flight: the fence would wait for them.
     template <typename RowOf>
@@ -123,6 +125,14 @@ __device__ __forceinline__ void few_multiply(const Tokens<F, TOK>& x, const Segm
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3, seg = warp >> 1, row = (warp & 1) * 16 + g;
     uint32_t w0 = smem_addr(ring) + (warp * 16 + (lane & 15)) * FEW_ROW + (lane >> 4) * 16;
     int tok = TOK == 1 ? 0 : 2 * q;
+    uint64_t desc = x.desc();
+    const float *x0p = x.sx + tok * x.gp, *x1p = x0p + (TOK > 1 ? x.gp : 0), *swp = sw + seg * x.gp;
+    // This thread's piece of each segment's rows, one stage further on with every copy.
+    const uint8_t* src[4];
+    uint32_t dst = smem_addr(ring) + (threadIdx.x >> 3) * FEW_ROW + (threadIdx.x & 7) * 16;
+    int ahead = (first + NS - 1) * 128 + (threadIdx.x & 7) * 16;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) src[i] = r.w[i] + (int64_t)(threadIdx.x >> 3) * r.row_bytes + ahead;
     const uint8_t *sp0 = nullptr, *sp1 = nullptr;
     uint32_t next[BATCHES][2] = {};
     bool scaled = false;
@@ -155,7 +165,15 @@ __device__ __forceinline__ void few_multiply(const Tokens<F, TOK>& x, const Segm
         cp_async_wait<NS - 2>();
         __syncthreads();
         // Everybody has read the stage before: its slot takes the stage NS - 1 ahead.
-        if (st + NS - 1 < count) few_copy<256>(r, ring + fill * FEW_STAGE, first + st + NS - 1, threadIdx.x);
+        if (st + NS - 1 < count) {
+            bool inside = ahead < r.row_bytes;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                if (inside && (int)(threadIdx.x >> 3) < r.live[i]) cp_async16(dst + fill * FEW_STAGE + i * 32 * FEW_ROW, src[i]);
+                src[i] += 128;
+            }
+            ahead += 128;
+        }
         cp_async_commit();
         uint32_t w = w0 + slot * FEW_STAGE, a[BATCHES][4][4];
         float d[BATCHES][4][4 * MT];
@@ -179,7 +197,7 @@ __device__ __forceinline__ void few_multiply(const Tokens<F, TOK>& x, const Segm
             for (int i = 0; i < 4; ++i) wgmma_pin(a[b][i]);
             wgmma_fence();
 #pragma unroll
-            for (int i = 0; i < 4; ++i) wgmma_e4m3(d[b][i], a[b][i], x.desc(g0 + b * 4 + i));
+            for (int i = 0; i < 4; ++i) wgmma_e4m3(d[b][i], a[b][i], desc + (b * 4 + i) * Tokens<F, TOK>::DESC_STEP);
             wgmma_commit();
         }
 #pragma unroll
@@ -188,11 +206,11 @@ __device__ __forceinline__ void few_multiply(const Tokens<F, TOK>& x, const Segm
             else wgmma_wait<0>();
             int at = g0 + b * 4;
             float4 f = make_float4(0, 0, 0, 0);
-            if constexpr (F == FP8) f = *reinterpret_cast<const float4*>(sw + seg * x.gp + at);
+            if constexpr (F == FP8) f = *reinterpret_cast<const float4*>(swp + at);
 #pragma unroll
             for (int t = 0; t < MT; ++t) {
-                float4 x0 = *reinterpret_cast<const float4*>(x.sx + (tok + 8 * t) * x.gp + at), x1 = x0;
-                if (TOK > 1) x1 = *reinterpret_cast<const float4*>(x.sx + (tok + 8 * t + 1) * x.gp + at);
+                float4 x0 = *reinterpret_cast<const float4*>(x0p + 8 * t * x.gp + at), x1 = x0;
+                if (TOK > 1) x1 = *reinterpret_cast<const float4*>(x1p + 8 * t * x.gp + at);
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     float f0 = F == FP8 ? pick4(f, i) : scale_byte(s[b][0], i), f1 = F == FP8 ? f0 : scale_byte(s[b][1], i);
@@ -206,6 +224,7 @@ __device__ __forceinline__ void few_multiply(const Tokens<F, TOK>& x, const Segm
                 }
             }
         }
+        desc += GROUPS * Tokens<F, TOK>::DESC_STEP;
         slot = slot + 1 == NS ? 0 : slot + 1;
         fill = fill + 1 == NS ? 0 : fill + 1;
     }
