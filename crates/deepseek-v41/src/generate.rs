@@ -179,6 +179,14 @@ impl<'s, 'm> Generation<'s, 'm> {
         let held = session.get();
         let model = held.model;
         check_image_tokens(model.config(), &ids, &images)?;
+        if ids.is_empty() && held.pending.is_empty() {
+            // Logits are not kept: the last token is run once more to choose what follows it.
+            let text = held.token_ids()?;
+            if let Some((last, rest)) = text.split_last() {
+                held.truncate(rest.len())?;
+                held.pending.push(*last);
+            }
+        }
         let before = held.state.token_ids(held.seq)?.to_vec();
         // What was handed out but not run yet comes first, and moves the pictures along.
         let mut run = held.pending.clone();

@@ -2,12 +2,14 @@
 
 use candle_core::Tensor;
 use deepseek_v41_core::{Error, Result};
+use deepseek_v41_engram::pcg64::Pcg64;
 use deepseek_v41_model::{ImageSpan, SequenceId};
 
 use super::RequestId;
 use crate::{
     DeepSeekV41, GenerateOptions, Prompt, Speculation,
     continuation::Continuation,
+    prompt::check_image_tokens,
     session::chunk_end,
     speculative::{DraftHead, PromptLookup},
 };
@@ -33,6 +35,8 @@ pub(super) struct Job<'m> {
     pub(super) piece: usize,
     /// It was part of a failed pass and runs in passes of its own until it decodes again.
     pub(super) alone: bool,
+    /// Where its random stream was before the pass it is part of.
+    pub(super) mark: Option<Pcg64>,
     /// What ended it.
     pub(super) error: Option<Error>,
 }
@@ -53,6 +57,7 @@ impl<'m> Job<'m> {
         max_len: usize,
     ) -> Result<Self> {
         let (ids, images) = prompt.into_ids(model.tokenizer(), model.special_ids(), true)?;
+        check_image_tokens(model.config(), &ids, &images)?;
         if ids.is_empty() {
             return Err(Error::value(
                 "prompt",
@@ -94,6 +99,7 @@ impl<'m> Job<'m> {
             cut: None,
             piece: 0,
             alone: false,
+            mark: None,
             error: None,
         })
     }

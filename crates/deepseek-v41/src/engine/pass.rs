@@ -43,6 +43,10 @@ impl<'m> Engine<'m> {
         if planned.is_empty() {
             return;
         }
+        for &at in &planned {
+            let job = &mut self.running[at];
+            job.mark = Some(job.text.sampler.mark());
+        }
         let mut failure = self.try_pass(&planned).err();
         let mut again = Vec::new();
         for (at, mut job) in std::mem::take(&mut self.running).into_iter().enumerate() {
@@ -50,8 +54,11 @@ impl<'m> Engine<'m> {
                 self.settle(job);
                 continue;
             }
-            // Its caches may be half written.
+            // Its caches may be half written, and what was drawn for its drafts came to nothing.
             self.free(&mut job);
+            if let Some(mark) = job.mark.take() {
+                job.text.sampler.rewind(mark);
+            }
             match planned.len() {
                 1 => {
                     job.error = failure.take();
@@ -174,6 +181,7 @@ impl<'m> Engine<'m> {
     /// Takes a request's part of a pass: `logits` after its newest tokens, `hidden` of all of them.
     fn absorb(&mut self, part: &Part, logits: &Tensor, hidden: Option<Tensor>) -> Result<()> {
         let job = &mut self.running[part.at];
+        job.mark = None;
         let (ran, drafts) = (part.chunk.token_ids.len(), part.proposal.tokens.len());
         let mut kept = ran;
         if job.is_decoding() || job.ends_prompt(job.run + ran) {

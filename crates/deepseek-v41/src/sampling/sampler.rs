@@ -145,6 +145,16 @@ impl Sampler {
         self.rng.next_f64()
     }
 
+    /// Where its random stream is.
+    pub(crate) fn mark(&self) -> Pcg64 {
+        self.rng.clone()
+    }
+
+    /// Goes back to where the stream was: what was drawn since did not happen.
+    pub(crate) fn rewind(&mut self, mark: Pcg64) {
+        self.rng = mark;
+    }
+
     fn edits(&self) -> bool {
         self.params.edits_logits() || !self.hooks.is_empty()
     }
