@@ -18,9 +18,10 @@ fn main() {
         return;
     }
     if let Err(message) = build() {
-        // A build script reports by failing; the message is all a reader of the log gets.
-        eprintln!("{message}");
-        std::process::exit(1);
+        // Cargo prints these as the reason and fails the build.
+        for line in message.lines() {
+            println!("cargo::error={line}");
+        }
     }
 }
 
