@@ -19,6 +19,8 @@ pub struct DeepSeekV41 {
     draft_head: Option<DSpark>,
     tokenizer: Tokenizer,
     special: SpecialIds,
+    #[cfg(feature = "vision")]
+    pub(crate) vision: Option<crate::Vision>,
 }
 
 /// How to open a checkpoint.
@@ -144,8 +146,17 @@ impl DeepSeekV41 {
             true => Some(DSpark::new(&transformer, weights.var_builder(&options.device))?),
             false => None,
         };
+        #[cfg(feature = "vision")]
+        let vision = crate::Vision::load(&cfg, weights)?;
         refuse_unexpected(weights)?;
-        Ok(Self { transformer, draft_head, tokenizer, special })
+        Ok(Self {
+            transformer,
+            draft_head,
+            tokenizer,
+            special,
+            #[cfg(feature = "vision")]
+            vision,
+        })
     }
 
     /// The backbone.

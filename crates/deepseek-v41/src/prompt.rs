@@ -1,7 +1,7 @@
 //! What a generation starts from.
 
-use deepseek_v41_core::Result;
-use deepseek_v41_model::ImageSpan;
+use deepseek_v41_core::{Error, Result};
+use deepseek_v41_model::{Config, ImageSpan};
 
 use crate::{
     load::SpecialIds,
@@ -65,5 +65,23 @@ impl Prompt {
             Self::WithImages { ids, images } => return Ok((ids, images)),
         };
         Ok((ids, Vec::new()))
+    }
+}
+
+/// Refuses image tokens that no picture stands for: the model would take them for a word it has never
+/// seen.
+pub(crate) fn check_image_tokens(cfg: &Config, ids: &[u32], images: &[ImageSpan]) -> Result<()> {
+    if !cfg.vision_enabled() {
+        return Ok(());
+    }
+    let rows = |span: &ImageSpan| span.rows.dims().first().copied().unwrap_or(0);
+    let inside = |at: usize| images.iter().any(|s| s.start <= at && at - s.start < rows(s));
+    let mut tokens = ids.iter().enumerate().filter(|(_, id)| **id as usize == cfg.image_token_id);
+    match tokens.find(|(at, _)| !inside(*at)) {
+        None => Ok(()),
+        Some((at, _)) => {
+            let reason = format!("an image token at position {at}, and no picture for it");
+            Err(Error::value("prompt", reason))
+        }
     }
 }

@@ -142,6 +142,11 @@ impl Tokenizer {
             .is_some_and(|token| added.is_special_token(&token))
     }
 
+    /// Whether a token was added to the vocabulary, as all control tokens are, flagged special or not.
+    pub fn is_added(&self, id: u32) -> bool {
+        self.shared.inner.get_added_vocabulary().get_added_tokens_decoder().contains_key(&id)
+    }
+
     /// Tokens, added ones included.
     pub fn vocab_size(&self) -> usize {
         self.shared.inner.get_vocab_size(true)
