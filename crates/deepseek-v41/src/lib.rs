@@ -6,6 +6,8 @@ pub mod chat;
 mod continuation;
 pub mod engine;
 mod generate;
+#[cfg(feature = "llguidance")]
+pub mod grammar;
 #[cfg(feature = "vision")]
 mod images;
 mod load;
