@@ -37,11 +37,16 @@ pub struct VisionConfig {
     pub vision_n_heads: usize,
     /// Hidden width of the gated MLP (released: 2816).
     pub vision_inter_dim: usize,
-    /// Base of the rotary frequencies (released: 10 000).
+    /// Base of the rotary frequencies (released, and where the config has none: 10 000).
+    #[serde(default = "released_rope_theta")]
     pub vision_rope_theta: f64,
     /// Patches, cells and the token budget.
     #[serde(flatten)]
     pub grid: GridConfig,
+}
+
+fn released_rope_theta() -> f64 {
+    10_000.0
 }
 
 /// Sizes past these are typing errors or attacks: the product of any two still fits comfortably.

@@ -319,11 +319,15 @@ fn header_bombs() {
         );
         assert!(refused, "{width} x {height}: {err}");
     }
-    let gif = [b"GIF89a".as_slice(), &[0xff, 0xff, 0xff, 0xff, 0, 0, 0]].concat();
-    assert!(matches!(
-        processor.process(&gif),
-        Err(ImageError::TooManyPixels { .. })
-    ));
+    // A GIF of 65535 x 65535 with a global palette, one frame and two codes.
+    let screen = [0xff, 0xff, 0xff, 0xff, 0x80, 0, 0, 0, 0, 0, 1, 1, 1];
+    let frame = [
+        0x2c, 0, 0, 0, 0, 0xff, 0xff, 0xff, 0xff, 0, 2, 2, 0x4c, 1, 0, 0x3b,
+    ];
+    let err = processor
+        .process(&[b"GIF89a".as_slice(), &screen, &frame].concat())
+        .unwrap_err();
+    assert!(matches!(err, ImageError::TooManyPixels { .. }), "{err}");
     // A permitted size with nothing behind it is a damaged file.
     let err = processor.process(&png_header(100, 100)).unwrap_err();
     assert!(matches!(err, ImageError::Decode(_)), "{err}");
