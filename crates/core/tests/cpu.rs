@@ -1,7 +1,9 @@
 //! The reduction contract: one order of additions, whatever the batch, the threads or the CPU.
 
 use bytes::Bytes;
-use deepseek_v41_core::cpu::{Bf16Rows, F32Rows, WeightRows, dot, matmul, matmul_bf16};
+use deepseek_v41_core::cpu::{
+    Bf16Rows, F32Rows, Isa, Magnitudes, WeightRows, dot, matmul, matmul_bf16, round_bf16,
+};
 use deepseek_v41_testing::{random_bf16, random_f32, seed_of, with_threads};
 use half::bf16;
 use proptest::prelude::*;
@@ -153,6 +155,52 @@ fn large_enough_for_threads_and_still_the_same() {
             }
         });
     }
+}
+
+/// Eight outputs at a time, and some that are left over.
+#[test]
+fn sums_that_are_no_numbers_round_to_one_nan() {
+    let specials = [
+        f32::NAN,
+        -f32::NAN,
+        f32::INFINITY,
+        -1e39_f64 as f32,
+        f32::MAX,
+        1e-40,
+    ];
+    let values: Vec<f32> = (0..19 * 8).map(|i| specials[i / 8 % 6]).collect();
+    let w = f32_rows(&values, 19, 8);
+    let x = [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0];
+    let mut rounded = vec![bf16::ONE; 19];
+    matmul_bf16(&w, &x, 1, &mut rounded);
+    for (r, v) in rounded.iter().zip(expected(&w, &x, 1)) {
+        assert_eq!(r.to_bits(), round_bf16(v).to_bits(), "{v}");
+    }
+}
+
+#[test]
+fn magnitudes_leave_zeros_out_and_keep_what_is_no_number() {
+    let of = |xs: &[f32]| {
+        let all = Isa::available()
+            .into_iter()
+            .map(|isa| Magnitudes::of(isa, xs));
+        let all: Vec<_> = all.map(|m| (m.least, m.most)).collect();
+        assert!(
+            all.iter()
+                .all(|m| format!("{m:?}") == format!("{:?}", all[0])),
+            "{xs:?}"
+        );
+        all[0]
+    };
+    assert_eq!(of(&[]), (1.0, 0.0));
+    assert_eq!(of(&[0.0, -0.0]), (1.0, 0.0));
+    assert_eq!(of(&[-3.0, 0.0, 0.25, 7.0, -0.0]), (0.25, 7.0));
+    assert_eq!(
+        of(&[f32::from_bits(1); 9]),
+        (f32::from_bits(1), f32::from_bits(1))
+    );
+    assert_eq!(of(&[2.0, f32::NEG_INFINITY]), (2.0, f32::INFINITY));
+    assert!(of(&[2.0, -f32::NAN, 5.0]).1.is_nan());
 }
 
 proptest! {

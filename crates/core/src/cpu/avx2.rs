@@ -6,6 +6,7 @@
 
 use std::arch::x86_64::*;
 
+use super::matmul::Output;
 use super::{LANES, Lanes, Stretch};
 
 /// [`super::dot_ref`].
@@ -26,6 +27,66 @@ pub(super) fn sum_lanes(v: __m256) -> f32 {
     let quads = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps::<1>(v));
     let pairs = _mm_add_ps(quads, _mm_movehl_ps(quads, quads));
     _mm_cvtss_f32(_mm_add_ss(pairs, _mm_movehdup_ps(pairs)))
+}
+
+/// [`sum_lanes`] of eight outputs at once, a third of the instructions for each.
+#[inline]
+#[target_feature(enable = "avx2,fma")]
+fn sum_eight(v: [__m256; 8]) -> __m256 {
+    // Outputs `a` and `b`, four values each: 0+4, 1+5, 2+6, 3+7.
+    let quads = |a, b| {
+        let low = _mm256_permute2f128_ps::<0x20>(a, b);
+        _mm256_add_ps(low, _mm256_permute2f128_ps::<0x31>(a, b))
+    };
+    // Of two such pairs of outputs the sums of the even and of the odd lanes, side by side.
+    let halves = |a, b| {
+        let (a, b) = (_mm256_castps_pd(a), _mm256_castps_pd(b));
+        let low = _mm256_castpd_ps(_mm256_unpacklo_pd(a, b));
+        _mm256_add_ps(low, _mm256_castpd_ps(_mm256_unpackhi_pd(a, b)))
+    };
+    let a = halves(quads(v[0], v[4]), quads(v[1], v[5]));
+    let b = halves(quads(v[2], v[6]), quads(v[3], v[7]));
+    let (even, odd) = (
+        _mm256_shuffle_ps::<0x88>(a, b),
+        _mm256_shuffle_ps::<0xdd>(a, b),
+    );
+    _mm256_add_ps(even, odd)
+}
+
+/// [`super::matmul::store_ref`].
+#[target_feature(enable = "avx2,fma")]
+pub(super) fn store<O: Output>(sums: &[Lanes], out: &mut [O]) {
+    let ((eights, rest), (outs, out_rest)) = (sums.as_chunks::<8>(), out.as_chunks_mut::<8>());
+    for (sums, out) in eights.iter().zip(outs) {
+        // SAFETY: eight lanes each; the features are this function's.
+        unsafe {
+            let sums = sums.each_ref().map(|lanes| _mm256_loadu_ps(lanes.as_ptr()));
+            O::store_eight(sum_eight(sums), out);
+        }
+    }
+    super::matmul::store_ref(rest, out_rest);
+}
+
+/// [`super::round_bf16`] of eight values.
+#[inline]
+#[target_feature(enable = "avx2")]
+pub(super) fn round_bf16(x: __m256) -> __m128i {
+    let bits = _mm256_castps_si256(x);
+    let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
+    let half = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
+    let rounded = _mm256_srli_epi32::<16>(_mm256_add_epi32(bits, half));
+    let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(x, x));
+    let words = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), nan);
+    _mm_packus_epi32(
+        _mm256_castsi256_si128(words),
+        _mm256_extracti128_si256::<1>(words),
+    )
+}
+
+/// [`super::matmul::bounds`].
+#[target_feature(enable = "avx2")]
+pub(super) fn bounds(xs: &[f32]) -> (u32, u32) {
+    super::matmul::bounds(xs)
 }
 
 /// `8 - n` on starts with `n` set lanes.
@@ -204,19 +265,17 @@ impl Stored for F32 {
 }
 
 /// Adds the products of rows of stored numbers, `row_bytes` apart and starting at the stretch's first
-/// column, to `sums[i * rows + r]`.
-///
-/// # Safety
-/// The processor has AVX2 and FMA.
+/// column, to `sums[i * rows + r]`, from row `first` of the stretch on.
 #[target_feature(enable = "avx2,fma")]
-pub(super) unsafe fn stored<S: Stored>(
+pub(super) fn stored<S: Stored>(
     w: &[u8],
     row_bytes: usize,
     stretch: &Stretch<'_>,
+    first: usize,
     sums: &mut [Lanes],
 ) {
     let (rows, m) = (stretch.rows.len(), stretch.inputs());
-    let mut r = 0;
+    let mut r = first;
     while r < rows {
         let four = rows - r >= 4;
         let w = &w[r * row_bytes..];
@@ -279,13 +338,18 @@ fn stored_step<S: Stored, const R: usize, const C: usize>(
             let lanes = &mut sums[c * sums_stride + r];
             // SAFETY: eight lanes.
             unsafe { _mm256_storeu_ps(lanes.as_mut_ptr(), acc[c][r]) };
-            for at in whole..len {
-                let w = w.as_ptr().wrapping_add(r * row_bytes + at * S::BYTES);
-                // SAFETY: `at < len`.
-                let w = unsafe { S::load_one(w) };
-                lanes[at - whole] = w.mul_add(xs[c * x_stride + at], lanes[at - whole]);
-            }
+            let (w, x) = (&w[r * row_bytes..], &xs[c * x_stride..]);
+            add_rest::<S>(&w[whole * S::BYTES..len * S::BYTES], &x[whole..len], lanes);
         }
     }
     C
+}
+
+/// The columns after the last whole group of eight.
+#[inline]
+pub(super) fn add_rest<S: Stored>(w: &[u8], x: &[f32], lanes: &mut Lanes) {
+    for ((w, x), lane) in w.chunks_exact(S::BYTES).zip(x).zip(lanes) {
+        // SAFETY: one number.
+        *lane = unsafe { S::load_one(w.as_ptr()) }.mul_add(*x, *lane);
+    }
 }

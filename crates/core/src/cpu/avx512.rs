@@ -1,11 +1,12 @@
 //! AVX-512 kernels: one register is the eight lanes of two neighbouring rows.
 //!
-//! A panel for them interleaves pairs of rows, eight columns of the one and eight of the other, so
-//! that every lane sees exactly the operations it sees in AVX2.
+//! A panel for them interleaves pairs of rows, eight columns of the one and eight of the other; stored
+//! rows are paired as they are loaded. Every lane sees exactly the operations it sees in AVX2.
 
 use std::arch::x86_64::*;
 
-use super::LANES;
+use super::avx2::{self, Bf16, F32, Stored};
+use super::{LANES, Lanes, Stretch};
 
 /// Rows that a step takes at once: four registers of pairs for each input.
 pub(super) const ROWS: usize = 8;
@@ -71,6 +72,138 @@ unsafe fn step<const C: usize>(
         for p in 0..PAIRS {
             // SAFETY: as the loads above.
             unsafe { _mm512_storeu_ps(at(c, p), acc[c][p]) };
+        }
+    }
+}
+
+/// Eight numbers of each of two rows.
+pub(super) trait StoredPair: Stored {
+    /// # Safety
+    /// `a` and `b` point to eight numbers each; the processor has AVX-512F.
+    unsafe fn load_pair(a: *const u8, b: *const u8) -> __m512;
+}
+
+impl StoredPair for Bf16 {
+    #[inline(always)]
+    unsafe fn load_pair(a: *const u8, b: *const u8) -> __m512 {
+        // SAFETY: sixteen bytes each and AVX-512F, by the contract.
+        unsafe {
+            let a = _mm256_castsi128_si256(_mm_loadu_si128(a.cast()));
+            let both = _mm256_inserti128_si256::<1>(a, _mm_loadu_si128(b.cast()));
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(both)))
+        }
+    }
+}
+
+impl StoredPair for F32 {
+    #[inline(always)]
+    unsafe fn load_pair(a: *const u8, b: *const u8) -> __m512 {
+        // SAFETY: 32 bytes each and AVX-512F, by the contract.
+        unsafe {
+            let a = _mm512_castpd256_pd512(_mm256_loadu_pd(a.cast()));
+            _mm512_castpd_ps(_mm512_insertf64x4::<1>(a, _mm256_loadu_pd(b.cast())))
+        }
+    }
+}
+
+/// [`avx2::stored`] from the stretch's first row on.
+#[target_feature(enable = "avx512f")]
+pub(super) fn stored<S: StoredPair>(
+    w: &[u8],
+    row_bytes: usize,
+    stretch: &Stretch<'_>,
+    sums: &mut [Lanes],
+) {
+    // Enough sums in flight to hide the latency of an addition, few enough to stay in registers.
+    let done = match stretch.inputs() {
+        1 => stored_sweep::<S, 4, 1>(w, row_bytes, stretch, sums),
+        2 => stored_sweep::<S, 4, 2>(w, row_bytes, stretch, sums),
+        3 => stored_sweep::<S, 4, 3>(w, row_bytes, stretch, sums),
+        4 => stored_sweep::<S, 4, 4>(w, row_bytes, stretch, sums),
+        5 => stored_sweep::<S, 2, 5>(w, row_bytes, stretch, sums),
+        6 => stored_sweep::<S, 2, 6>(w, row_bytes, stretch, sums),
+        7 => stored_sweep::<S, 2, 7>(w, row_bytes, stretch, sums),
+        8 => stored_sweep::<S, 2, 8>(w, row_bytes, stretch, sums),
+        _ => 0,
+    };
+    avx2::stored::<S>(w, row_bytes, stretch, done, sums);
+}
+
+/// [`stored`] for `C` inputs, `P` pairs of rows at a time; returns how many rows are done.
+#[target_feature(enable = "avx512f")]
+fn stored_sweep<S: StoredPair, const P: usize, const C: usize>(
+    w: &[u8],
+    row_bytes: usize,
+    stretch: &Stretch<'_>,
+    sums: &mut [Lanes],
+) -> usize {
+    let mut r = 0;
+    while r + 2 <= stretch.rows.len() {
+        let (w, sums) = (&w[r * row_bytes..], &mut sums[r..]);
+        if r + 2 * P <= stretch.rows.len() {
+            stored_step::<S, P, C>(w, row_bytes, stretch, sums);
+            r += 2 * P;
+        } else {
+            stored_step::<S, 1, C>(w, row_bytes, stretch, sums);
+            r += 2;
+        }
+    }
+    r
+}
+
+/// The first `P` pairs of rows.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn stored_step<S: StoredPair, const P: usize, const C: usize>(
+    w: &[u8],
+    row_bytes: usize,
+    stretch: &Stretch<'_>,
+    sums: &mut [Lanes],
+) {
+    let (len, k, stride) = (stretch.cols.len(), stretch.k, stretch.rows.len());
+    // All slices are checked here, once: the loop works on their pointers.
+    let w = &w[..(2 * P - 1) * row_bytes + len * S::BYTES];
+    let xs = &stretch.xs[stretch.cols.start..][..(C - 1) * k + len];
+    let sums = &mut sums[..(C - 1) * stride + 2 * P];
+    let mut acc = [[_mm512_setzero_ps(); P]; C];
+    for c in 0..C {
+        for p in 0..P {
+            // SAFETY: the sums of two rows.
+            acc[c][p] = unsafe { _mm512_loadu_ps(sums.as_ptr().add(c * stride + 2 * p).cast()) };
+        }
+    }
+    let whole = len / LANES * LANES;
+    for at in (0..whole).step_by(LANES) {
+        let w = w.as_ptr().wrapping_add(at * S::BYTES);
+        let mut pairs = [_mm512_setzero_ps(); P];
+        for p in 0..P {
+            let (a, b) = (2 * p * row_bytes, (2 * p + 1) * row_bytes);
+            // The hardware's prefetcher stumbles at the start of every row: ask for the rows after these.
+            _mm_prefetch::<_MM_HINT_T0>(w.wrapping_add(2 * P * row_bytes + a).cast());
+            _mm_prefetch::<_MM_HINT_T0>(w.wrapping_add(2 * P * row_bytes + b).cast());
+            // SAFETY: `at + 8 <= len` numbers of both rows; the features are this function's.
+            pairs[p] = unsafe { S::load_pair(w.wrapping_add(a), w.wrapping_add(b)) };
+        }
+        for c in 0..C {
+            // SAFETY: eight values of input `c`.
+            let eight = unsafe { _mm256_loadu_pd(xs.as_ptr().add(c * k + at).cast()) };
+            let x = _mm512_castpd_ps(_mm512_broadcast_f64x4(eight));
+            for p in 0..P {
+                acc[c][p] = _mm512_fmadd_ps(pairs[p], x, acc[c][p]);
+            }
+        }
+    }
+    for c in 0..C {
+        for p in 0..P {
+            // SAFETY: as the loads above.
+            unsafe {
+                _mm512_storeu_ps(sums.as_mut_ptr().add(c * stride + 2 * p).cast(), acc[c][p])
+            };
+        }
+        for r in 0..if whole < len { 2 * P } else { 0 } {
+            let (w, x) = (&w[r * row_bytes..], &xs[c * k..]);
+            let (w, x) = (&w[whole * S::BYTES..len * S::BYTES], &x[whole..len]);
+            avx2::add_rest::<S>(w, x, &mut sums[c * stride + r]);
         }
     }
 }

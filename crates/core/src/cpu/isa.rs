@@ -9,8 +9,8 @@ pub enum Isa {
     /// x86-64 with AVX2, FMA and F16C.
     #[cfg(target_arch = "x86_64")]
     Avx2,
-    /// AVX-512F, beside everything [`Isa::Avx2`] stands for. Most kernels have no use for more than
-    /// eight lanes and run their AVX2 form.
+    /// AVX-512 F, BW and VL, beside everything [`Isa::Avx2`] stands for. Kernels that have no use for
+    /// more than eight lanes run their AVX2 form.
     #[cfg(target_arch = "x86_64")]
     Avx512,
 }
@@ -24,7 +24,10 @@ impl Isa {
             && is_x86_feature_detected!("fma")
             && is_x86_feature_detected!("f16c")
         {
-            return if is_x86_feature_detected!("avx512f") {
+            return if is_x86_feature_detected!("avx512f")
+                && is_x86_feature_detected!("avx512bw")
+                && is_x86_feature_detected!("avx512vl")
+            {
                 Self::Avx512
             } else {
                 Self::Avx2

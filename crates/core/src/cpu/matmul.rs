@@ -5,11 +5,15 @@
 //! the decoding through a panel of widened rows. Either way the lanes of an element see their products
 //! in the order of [`super::dot`], so the path taken cannot be told from the bits.
 
+#[cfg(target_arch = "x86_64")]
+use std::arch::x86_64::*;
 use std::ops::Range;
 
 use half::bf16;
 use rayon::prelude::*;
 
+#[cfg(target_arch = "x86_64")]
+use super::avx2;
 use super::{Isa, LANES, panel, round_bf16, should_parallelise, sum_lanes, with_scratch};
 
 /// The lanes of one output element.
@@ -50,6 +54,46 @@ pub struct Stretch<'a> {
     pub xs: &'a [f32],
     /// Columns of the whole weight.
     pub k: usize,
+    /// Sizes of all inputs; see [`Magnitudes`].
+    pub magnitudes: Magnitudes,
+}
+
+/// The smallest and the largest magnitude among the inputs of a product, zeros left out: what a format
+/// needs to know before it moves a power of two from the weights to the inputs.
+///
+/// Zeros alone give `1 ..= 0`; a NaN makes `most` a NaN or an infinity, and so does an infinity. Found
+/// for few inputs only: of many inputs nothing is known, `0 ..= inf`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Magnitudes {
+    /// The smallest magnitude above zero.
+    pub least: f32,
+    /// The largest.
+    pub most: f32,
+}
+
+impl Magnitudes {
+    const UNKNOWN: Self = Self {
+        least: 0.0,
+        most: f32::INFINITY,
+    };
+
+    /// Those of `xs`.
+    pub fn of(isa: Isa, xs: &[f32]) -> Self {
+        let (least, most) = match isa {
+            Isa::Portable => bounds(xs),
+            // SAFETY: both variants are only made where the processor has AVX2.
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 | Isa::Avx512 => unsafe { avx2::bounds(xs) },
+        };
+        Self {
+            least: if most == 0 {
+                1.0
+            } else {
+                f32::from_bits(least.wrapping_add(1))
+            },
+            most: f32::from_bits(most),
+        }
+    }
 }
 
 impl<'a> Stretch<'a> {
@@ -62,6 +106,19 @@ impl<'a> Stretch<'a> {
     pub fn input(&self, i: usize) -> &'a [f32] {
         &self.xs[i * self.k..][self.cols.clone()]
     }
+}
+
+/// The smallest and largest of the magnitudes' bits, which are ordered as the magnitudes are; the
+/// smallest minus one, so that zeros are larger than everything.
+#[inline(always)]
+pub(super) fn bounds(xs: &[f32]) -> (u32, u32) {
+    let (mut least, mut most) = (u32::MAX, 0);
+    for x in xs {
+        let bits = x.to_bits() & 0x7fff_ffff;
+        least = least.min(bits.wrapping_sub(1));
+        most = most.max(bits);
+    }
+    (least, most)
 }
 
 /// [`WeightRows::accumulate`] by way of [`WeightRows::decode`].
@@ -131,8 +188,15 @@ const MANY_INPUTS: usize = 96;
 const TASK_WORK: usize = 200_000;
 
 /// What a sum is stored as.
-trait Output: Copy + Send + Sync {
+pub(super) trait Output: Copy + Send + Sync {
     fn store(sum: f32) -> Self;
+
+    /// [`Output::store`] of eight sums.
+    ///
+    /// # Safety
+    /// The processor has AVX2.
+    #[cfg(target_arch = "x86_64")]
+    unsafe fn store_eight(sums: __m256, out: &mut [Self; 8]);
 }
 
 impl Output for f32 {
@@ -140,12 +204,26 @@ impl Output for f32 {
     fn store(sum: f32) -> Self {
         sum
     }
+
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    unsafe fn store_eight(sums: __m256, out: &mut [Self; 8]) {
+        // SAFETY: eight values, and AVX by the contract.
+        unsafe { _mm256_storeu_ps(out.as_mut_ptr(), sums) };
+    }
 }
 
 impl Output for bf16 {
     #[inline(always)]
     fn store(sum: f32) -> Self {
         round_bf16(sum)
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    unsafe fn store_eight(sums: __m256, out: &mut [Self; 8]) {
+        // SAFETY: sixteen bytes, and AVX2 by the contract.
+        unsafe { _mm_storeu_si128(out.as_mut_ptr().cast(), avx2::round_bf16(sums)) };
     }
 }
 
@@ -172,14 +250,24 @@ impl<'a, O: Output> Columns<'a, O> {
 
     /// # Safety
     /// No other thread writes columns `row0 .. row0 + sums.len()` of input `i`.
-    unsafe fn store(&self, i: usize, row0: usize, sums: &[Lanes]) {
+    unsafe fn store(&self, isa: Isa, i: usize, row0: usize, sums: &[Lanes]) {
         let at = i * self.rows + row0;
         assert!(row0 + sums.len() <= self.rows && at + sums.len() <= self.len);
         // SAFETY: inside the slice by the assertion; exclusive by the contract.
         let out = unsafe { std::slice::from_raw_parts_mut(self.start.add(at), sums.len()) };
-        for (out, lanes) in out.iter_mut().zip(sums) {
-            *out = O::store(sum_lanes(lanes));
+        match isa {
+            Isa::Portable => store_ref(sums, out),
+            // SAFETY: both variants are only made where the processor has AVX2.
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 | Isa::Avx512 => unsafe { avx2::store(sums, out) },
         }
+    }
+}
+
+/// Adds up the lanes of each output.
+pub(super) fn store_ref<O: Output>(sums: &[Lanes], out: &mut [O]) {
+    for (out, lanes) in out.iter_mut().zip(sums) {
+        *out = O::store(sum_lanes(lanes));
     }
 }
 
@@ -212,35 +300,56 @@ fn run<W: WeightRows + ?Sized, O: Output>(
     };
     let blocks = per_group.div_ceil(task_rows);
     let out = Columns::new(out, n);
-    let task = |task: usize| {
+    let magnitudes = match m <= FEW_INPUTS {
+        true => Magnitudes::of(isa, xs),
+        false => Magnitudes::UNKNOWN,
+    };
+    let task = |sums: &mut [f32], task: usize| {
         let (group, block) = (task / blocks, task % blocks);
         let first = group * per_group + block * task_rows;
         let count = task_rows.min(per_group - block * task_rows);
         let xs = &xs[group * m * k..][..m * k];
+        let inputs = Inputs { xs, magnitudes };
         // SAFETY: tasks cover disjoint ranges of rows.
-        block_product(isa, w, first..first + count, xs, |i, sums| unsafe {
-            out.store(i, first, sums);
-        });
+        block_product(
+            isa,
+            w,
+            first..first + count,
+            inputs,
+            sums,
+            |i, sums| unsafe {
+                out.store(isa, i, first, sums);
+            },
+        );
     };
     let tasks = groups * blocks;
+    let sums = m.min(MANY_INPUTS) * task_rows * LANES;
     if should_parallelise(2 * m * n * k) {
         let task_work = 2 * m * k * task_rows.min(per_group);
         let min_len = TASK_WORK.div_ceil(task_work);
         (0..tasks)
             .into_par_iter()
             .with_min_len(min_len)
-            .for_each(task);
+            .for_each(|i| with_scratch(sums, |sums| task(sums, i)));
     } else {
-        (0..tasks).for_each(task);
+        with_scratch(sums, |sums| (0..tasks).for_each(|i| task(sums, i)));
     }
 }
 
+/// The inputs of one group.
+struct Inputs<'a> {
+    xs: &'a [f32],
+    magnitudes: Magnitudes,
+}
+
 /// Products of some rows with all inputs; `store(i, sums)` receives the rows' sums of each input.
+/// `sums` is scratch.
 fn block_product<W: WeightRows + ?Sized>(
     isa: Isa,
     w: &W,
     rows: Range<usize>,
-    xs: &[f32],
+    Inputs { xs, magnitudes }: Inputs<'_>,
+    sums: &mut [f32],
     store: impl Fn(usize, &[Lanes]),
 ) {
     let (k, count) = (w.cols(), rows.len());
@@ -250,28 +359,27 @@ fn block_product<W: WeightRows + ?Sized>(
     } else {
         MANY_COLS
     };
-    with_scratch(inputs * count * LANES, |sums| {
-        let sums = sums.as_chunks_mut::<LANES>().0;
-        for (chunk, xs) in xs.chunks(inputs * k).enumerate() {
-            let m = xs.len() / k;
-            let sums = &mut sums[..m * count];
-            sums.fill([0.0; LANES]);
-            for k0 in (0..k).step_by(cols) {
-                let cols = k0..k.min(k0 + cols);
-                w.accumulate(
-                    isa,
-                    &Stretch {
-                        rows: rows.clone(),
-                        cols,
-                        xs,
-                        k,
-                    },
-                    sums,
-                );
-            }
-            for (i, sums) in sums.chunks_exact(count).enumerate() {
-                store(chunk * inputs + i, sums);
-            }
+    let sums = sums.as_chunks_mut::<LANES>().0;
+    for (chunk, xs) in xs.chunks(inputs * k).enumerate() {
+        let m = xs.len() / k;
+        let sums = &mut sums[..m * count];
+        sums.fill([0.0; LANES]);
+        for k0 in (0..k).step_by(cols) {
+            let cols = k0..k.min(k0 + cols);
+            w.accumulate(
+                isa,
+                &Stretch {
+                    rows: rows.clone(),
+                    cols,
+                    xs,
+                    k,
+                    magnitudes,
+                },
+                sums,
+            );
         }
-    });
+        for (i, sums) in sums.chunks_exact(count).enumerate() {
+            store(chunk * inputs + i, sums);
+        }
+    }
 }

@@ -20,7 +20,7 @@ pub use convert::{round_bf16, widen, widen_slice};
 pub use dot::{LANES, dot, dot_ref, dot_with, sum_lanes};
 pub use isa::Isa;
 pub use matmul::{
-    FEW_INPUTS, Lanes, Stretch, WeightRows, accumulate_by_decoding, grouped_matmul_bf16, matmul,
+    FEW_INPUTS, Lanes, Magnitudes, Stretch, WeightRows, accumulate_by_decoding, grouped_matmul_bf16, matmul,
     matmul_bf16, matmul_with,
 };
 pub use rows::{Bf16Rows, F32Rows};

@@ -2,9 +2,12 @@
 
 use bytes::Bytes;
 
-#[cfg(target_arch = "x86_64")]
-use super::avx2::{self, Bf16, F32};
 use super::{FEW_INPUTS, Isa, Lanes, Stretch, WeightRows, accumulate_by_decoding};
+#[cfg(target_arch = "x86_64")]
+use super::{
+    avx2::{self, Bf16, F32},
+    avx512::{self, StoredPair},
+};
 
 /// bf16 weights as stored: little-endian, row-major `[rows, cols]`.
 #[derive(Debug, Clone)]
@@ -76,8 +79,7 @@ impl WeightRows for Bf16Rows {
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 | Isa::Avx512 if stretch.inputs() <= FEW_INPUTS => {
                 let first = (stretch.rows.start * self.cols + stretch.cols.start) * 2;
-                // SAFETY: both variants are only made where the processor has AVX2.
-                unsafe { avx2::stored::<Bf16>(&self.bytes[first..], 2 * self.cols, stretch, sums) };
+                stored::<Bf16>(isa, &self.bytes[first..], 2 * self.cols, stretch, sums);
             }
             _ => accumulate_by_decoding(self, isa, stretch, sums),
         }
@@ -106,10 +108,27 @@ impl WeightRows for F32Rows {
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 | Isa::Avx512 if stretch.inputs() <= FEW_INPUTS => {
                 let first = (stretch.rows.start * self.cols + stretch.cols.start) * 4;
-                // SAFETY: both variants are only made where the processor has AVX2.
-                unsafe { avx2::stored::<F32>(&self.bytes[first..], 4 * self.cols, stretch, sums) };
+                stored::<F32>(isa, &self.bytes[first..], 4 * self.cols, stretch, sums);
             }
             _ => accumulate_by_decoding(self, isa, stretch, sums),
+        }
+    }
+}
+
+/// Products of a few inputs with rows as they are stored.
+#[cfg(target_arch = "x86_64")]
+fn stored<S: StoredPair>(
+    isa: Isa,
+    w: &[u8],
+    row_bytes: usize,
+    stretch: &Stretch<'_>,
+    sums: &mut [Lanes],
+) {
+    // SAFETY: either is only named where the processor has it, and AVX2 on all of these.
+    unsafe {
+        match isa {
+            Isa::Avx512 => avx512::stored::<S>(w, row_bytes, stretch, sums),
+            _ => avx2::stored::<S>(w, row_bytes, stretch, 0, sums),
         }
     }
 }

@@ -101,9 +101,16 @@ impl WeightRows for Fp4Weight {
     fn accumulate(&self, isa: Isa, stretch: &Stretch<'_>, sums: &mut [Lanes]) {
         match isa {
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 | Isa::Avx512 if stretch.inputs() <= FEW_INPUTS => {
-                // SAFETY: both variants exist only with AVX2.
-                unsafe { fp4_avx2::accumulate(&self.packed, &self.scales, stretch, sums) };
+            Isa::Avx2 if stretch.inputs() <= FEW_INPUTS => {
+                // SAFETY: the variant exists only with AVX2.
+                unsafe { fp4_avx2::accumulate(&self.packed, &self.scales, stretch, 0, sums) };
+            }
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 if stretch.inputs() <= FEW_INPUTS => {
+                // SAFETY: the variant exists only with these instructions.
+                unsafe {
+                    super::fp4_avx512::accumulate(&self.packed, &self.scales, stretch, sums);
+                }
             }
             _ => accumulate_by_decoding(self, isa, stretch, sums),
         }

@@ -13,9 +13,9 @@ use crate::formats::{e2m1, e8m0};
 
 /// By scale byte: the high bytes of the 16 codes' bf16 values, then the low bytes.
 #[repr(align(32))]
-struct Tables([[u8; 32]; 256]);
+pub(super) struct Tables(pub(super) [[u8; 32]; 256]);
 
-static TABLES: Tables = tables();
+pub(super) static TABLES: Tables = tables();
 
 const fn tables() -> Tables {
     let mut tables = [[0u8; 32]; 256];
@@ -43,7 +43,7 @@ const fn tables() -> Tables {
 /// bytes `i, i + 4, i, i + 4`, whose low nibbles are columns `2i` and `2i + 8` and whose high nibbles
 /// are the columns after those.
 #[rustfmt::skip]
-const SELECT: [i8; 32] = [
+pub(super) const SELECT: [i8; 32] = [
     0, 4, 0, 4, 1, 5, 1, 5, 8, 12, 8, 12, 9, 13, 9, 13,
     2, 6, 2, 6, 3, 7, 3, 7, 10, 14, 10, 14, 11, 15, 11, 15,
 ];
@@ -111,23 +111,30 @@ pub(super) fn decode(packed: &[u8], scales: &[u8], out: &mut [f32]) {
     }
 }
 
-/// [`WeightRows::accumulate`] for up to eight inputs. `packed` and `scales` are the whole weight's.
+/// [`WeightRows::accumulate`] for up to eight inputs, from row `first` of the stretch on. `packed` and
+/// `scales` are the whole weight's.
 ///
 /// [`WeightRows::accumulate`]: deepseek_v41_core::cpu::WeightRows::accumulate
 #[target_feature(enable = "avx2,fma")]
-pub(super) fn accumulate(packed: &[u8], scales: &[u8], s: &Stretch<'_>, sums: &mut [Lanes]) {
+pub(super) fn accumulate(
+    packed: &[u8],
+    scales: &[u8],
+    s: &Stretch<'_>,
+    first: usize,
+    sums: &mut [Lanes],
+) {
     // Enough sums in flight to hide the latency of an addition, few enough to stay in registers.
     match s.inputs() {
-        1 => sweep::<4, 1>(packed, scales, s, sums),
-        2 => sweep::<4, 2>(packed, scales, s, sums),
-        3 => sweep::<2, 3>(packed, scales, s, sums),
-        4 => sweep::<2, 4>(packed, scales, s, sums),
-        5 => sweep::<1, 5>(packed, scales, s, sums),
-        6 => sweep::<1, 6>(packed, scales, s, sums),
-        7 => sweep::<1, 7>(packed, scales, s, sums),
+        1 => sweep::<4, 1>(packed, scales, s, first, sums),
+        2 => sweep::<4, 2>(packed, scales, s, first, sums),
+        3 => sweep::<2, 3>(packed, scales, s, first, sums),
+        4 => sweep::<2, 4>(packed, scales, s, first, sums),
+        5 => sweep::<1, 5>(packed, scales, s, first, sums),
+        6 => sweep::<1, 6>(packed, scales, s, first, sums),
+        7 => sweep::<1, 7>(packed, scales, s, first, sums),
         m => {
             assert_eq!(m, 8);
-            sweep::<1, 8>(packed, scales, s, sums);
+            sweep::<1, 8>(packed, scales, s, first, sums);
         }
     }
 }
@@ -138,9 +145,10 @@ fn sweep<const R: usize, const C: usize>(
     packed: &[u8],
     scales: &[u8],
     s: &Stretch<'_>,
+    first: usize,
     sums: &mut [Lanes],
 ) {
-    let mut r = 0;
+    let mut r = first;
     while r < s.rows.len() {
         if r + R <= s.rows.len() {
             step::<R, C>(packed, scales, s, r, sums);

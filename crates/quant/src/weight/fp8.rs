@@ -117,7 +117,7 @@ impl WeightRows for Fp8Weight {
         match isa {
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 | Isa::Avx512 if stretch.inputs() <= FEW_INPUTS && self.has_whole_steps() => {
-                self.accumulate_avx2(stretch, sums);
+                self.accumulate_in_registers(isa, stretch, sums);
             }
             _ => accumulate_by_decoding(self, isa, stretch, sums),
         }
@@ -178,7 +178,7 @@ impl Fp8Weight {
 
     /// Rows of one band of tiles share their scales, which are folded into the inputs.
     #[cfg(target_arch = "x86_64")]
-    fn accumulate_avx2(&self, s: &Stretch<'_>, sums: &mut [Lanes]) {
+    fn accumulate_in_registers(&self, isa: Isa, s: &Stretch<'_>, sums: &mut [Lanes]) {
         let (m, len, rows) = (s.inputs(), s.cols.len(), s.rows.len());
         cpu::with_scratch(m * len, |folded| {
             let mut row = s.rows.start;
@@ -196,8 +196,13 @@ impl Fp8Weight {
                         xs,
                         sums_stride,
                     };
-                    // SAFETY: both variants exist only with AVX2.
-                    unsafe { fp8_avx2::band(&b, sums) }
+                    // SAFETY: each variant exists only with its instructions, and AVX2 on all here.
+                    unsafe {
+                        match isa {
+                            Isa::Avx512 => super::fp8_avx512::band(&b, sums),
+                            _ => fp8_avx2::band(&b, sums),
+                        }
+                    }
                 });
                 // NaN codes, or numbers near the ends of f32: rare enough to be slow.
                 for r in done.unwrap_or_else(|| (0..count).collect()) {
@@ -235,8 +240,9 @@ impl Fp8Weight {
                 let rest = &scales[usize::from(head > 0)..];
                 // SAFETY: only reached with AVX2.
                 unsafe {
-                    fp8_avx2::fold_scales(x_head, scales, self.tile, folded_head)
-                        && fp8_avx2::fold_scales(x, rest, self.tile, folded)
+                    let (tile, sizes) = (self.tile, s.magnitudes);
+                    fp8_avx2::fold_scales(x_head, scales, tile, sizes, folded_head)
+                        && fp8_avx2::fold_scales(x, rest, tile, sizes, folded)
                 }
             })
     }

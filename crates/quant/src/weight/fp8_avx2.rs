@@ -11,7 +11,7 @@
 
 use std::arch::x86_64::*;
 
-use deepseek_v41_core::cpu::{LANES, Lanes};
+use deepseek_v41_core::cpu::{LANES, Lanes, Magnitudes};
 
 use crate::formats::e8m0;
 
@@ -46,7 +46,7 @@ unsafe fn widen(codes: *const u8) -> [__m256; 2] {
 /// Whether a byte of `codes | 0x80`, or a running maximum of such, is the NaN code.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-fn has_nan(top: __m256i) -> bool {
+pub(super) fn has_nan(top: __m256i) -> bool {
     _mm256_movemask_epi8(_mm256_cmpeq_epi8(top, _mm256_set1_epi8(-1))) != 0
 }
 
@@ -91,25 +91,31 @@ pub(super) fn decode(
     out.len()
 }
 
-/// Part of an input with `scale * 2^8` folded in; `false` unless every product with a code stays a
-/// normal number. `scales` are those of the tiles from `x` on, each `tile` columns.
+/// Part of an input with `scale * 2^8` folded in; `false`, with nothing promised of `out`, unless every
+/// product of an input of such magnitudes with a code stays a normal number. `scales` are those of the
+/// tiles from `x` on, each `tile` columns.
 #[target_feature(enable = "avx2,fma,f16c")]
-pub(super) fn fold_scales(x: &[f32], scales: &[u8], tile: usize, out: &mut [f32]) -> bool {
+pub(super) fn fold_scales(
+    x: &[f32],
+    scales: &[u8],
+    tile: usize,
+    magnitudes: Magnitudes,
+    out: &mut [f32],
+) -> bool {
     // Shifted codes lie in 2^-17 .. 2^1, so 2^±100 leaves room on both sides.
-    const LOW: u32 = (127 - 100) << 23;
-    const HIGH: u32 = (127 + 100) << 23;
-    let mut outside = 0;
+    const LOW: f32 = f32::from_bits((127 - 100) << 23);
+    const HIGH: f32 = f32::from_bits((127 + 100) << 23);
     for ((x, out), byte) in x.chunks(tile).zip(out.chunks_mut(tile)).zip(scales) {
-        // Infinite above LAST_BYTE and NaN for 255: both are outside, or turn zero into NaN, which is.
+        // Infinite above LAST_BYTE and NaN for 255: then one of the comparisons does not hold.
         let factor = e8m0::decode(*byte) * SHIFT;
+        if !(magnitudes.least * factor >= LOW && magnitudes.most * factor <= HIGH) {
+            return false;
+        }
         for (out, x) in out.iter_mut().zip(x) {
             *out = x * factor;
-            let magnitude = out.to_bits() & 0x7fff_ffff;
-            let too_low = u32::from(magnitude < LOW) & u32::from(*x != 0.0);
-            outside |= too_low | u32::from(magnitude > HIGH);
         }
     }
-    outside == 0
+    true
 }
 
 /// Adds the products of rows of `len` codes, `row_bytes` apart, with up to eight inputs of `len` values
