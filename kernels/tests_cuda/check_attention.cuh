@@ -260,6 +260,8 @@ static void check_topk(int T, int n, int k, int distinct, bool cand) {
 static void check_index() {
     for (bool packed : {true, false}) {
         check_scores(1, 32, 128, 1000, 1, packed, false);
+        check_scores(3, 27, 96, 1500, 1, packed, false);
+        check_scores(5, 32, 128, 200, 1, packed, true);
         check_scores(5, 4, 64, 77, 1, packed, false);
         check_scores(7, 5, 32, 300, 4, packed, false);
         check_scores(9, 32, 128, 513, 4, packed, false);
