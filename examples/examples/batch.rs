@@ -2,6 +2,7 @@
 //!
 //!     cargo run --release --example batch
 //!     cargo run --release --example batch -- --speculative --max-tokens 128 "Once upon a time" "The hen said"
+#![allow(clippy::print_stdout, reason = "what this program is for")]
 
 use std::{collections::BTreeMap, time::Instant};
 
@@ -32,10 +33,8 @@ struct Args {
 fn main() -> Result<()> {
     let mut args = Args::parse();
     if args.prompts.is_empty() {
-        let names = [
-            "fox", "hen", "bear", "miller", "owl", "girl", "boy", "dragon",
-        ];
-        let prompt = |name| format!("Once upon a time there was a {name} who");
+        let names = ["boy", "girl", "painter", "miller", "baker", "farmer", "sailor", "king"];
+        let prompt = |name| format!("Once upon a time, a friendly {name} called");
         args.prompts = names.map(prompt).to_vec();
     }
     let speculation = match args.speculative {

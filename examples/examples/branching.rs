@@ -2,6 +2,7 @@
 //! differently, and one put on the disk and taken up again.
 //!
 //!     cargo run --release --example branching -- "Once upon a time"
+#![allow(clippy::print_stdout, reason = "what this program is for")]
 
 use deepseek_v41::{
     DeepSeekV41, GenerateOptions, Result, Sampler, SamplingParams, Session, TokenHistory,

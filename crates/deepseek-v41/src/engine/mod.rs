@@ -37,80 +37,17 @@
 mod job;
 mod pass;
 mod prefix;
+mod types;
 
 use std::collections::VecDeque;
 
 use deepseek_v41_core::{Error, Result};
-use deepseek_v41_model::{IndexKeys, Limits, ModelState, SequenceId};
+use deepseek_v41_model::{IndexKeys, ModelState, SequenceId};
 use job::Job;
 use prefix::{Prefix, Prefixes};
+pub use types::{EngineLimits, EngineStats, RequestId, Update};
 
-use crate::{DeepSeekV41, Event, GenerateOptions, Prompt, Sampler};
-
-/// How much an [`Engine`] does at a time.
-#[derive(Debug, Clone, PartialEq)]
-pub struct EngineLimits {
-    /// Slots, the longest text, the slack of the rings (no draft is longer than that).
-    pub state: Limits,
-    /// Tokens in the caches of all slots together; at least `state.max_len`. Memory of CPU caches is
-    /// committed as it is written, so this bounds it.
-    pub kv_tokens: usize,
-    /// Tokens of a step. Texts being generated always take part; prompts fill what they leave.
-    pub step_tokens: usize,
-    /// Shortest beginning worth keeping for other requests.
-    pub min_prefix: usize,
-    /// Passes a second with 0, 1, 2, … tokens, if measured: the draft lengths of a step are then
-    /// chosen together for the best rate, see [`schedule`](crate::speculative::schedule). Drawn texts
-    /// then come from the same distribution as alone, but are other texts.
-    pub sps_by_batch: Vec<f64>,
-}
-
-impl Default for EngineLimits {
-    fn default() -> Self {
-        Self {
-            state: Limits {
-                max_seqs: 8,
-                ..Limits::default()
-            },
-            kv_tokens: usize::MAX,
-            step_tokens: 512,
-            min_prefix: 16,
-            sps_by_batch: Vec::new(),
-        }
-    }
-}
-
-/// A request of one [`Engine`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct RequestId(u64);
-
-/// Something happened to a request.
-#[derive(Debug)]
-pub struct Update {
-    /// To which one.
-    pub id: RequestId,
-    /// What; nothing follows [`Event::Done`] or an error.
-    pub event: Result<Event>,
-}
-
-/// What an engine has done.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct EngineStats {
-    /// Passes of the backbone.
-    pub steps: usize,
-    /// Tokens run in them, drafts included.
-    pub tokens: usize,
-    /// Most sequences in one pass.
-    pub widest: usize,
-    /// Requests that began in a kept prefix.
-    pub prefix_hits: usize,
-    /// Tokens they did not have to run.
-    pub prefix_tokens: usize,
-    /// Prefixes given up for room.
-    pub evictions: usize,
-    /// Times a request lost its place and was computed again.
-    pub preemptions: usize,
-}
+use crate::{DeepSeekV41, GenerateOptions, Prompt, Sampler};
 
 /// See the [module documentation](self).
 pub struct Engine<'m> {
@@ -324,9 +261,9 @@ impl<'m> Engine<'m> {
         let begins = hit.map_or(0, |(_, len)| len);
         // Somebody is about to reach the end of what the two share: worth waiting for.
         let coming = |other: &Job<'_>| {
-            other.cut.is_some_and(|cut| {
-                other.run < cut && cut > begins && cut <= job.shared_with(&other.ids)
-            })
+            let shared = job.shared_with(&other.ids);
+            let kept = other.cut.filter(|cut| other.run < *cut);
+            job.images.is_empty() && kept.is_some_and(|cut| begins < cut && cut <= shared)
         };
         if self.running.iter().any(coming) {
             return false;
