@@ -12,11 +12,12 @@ use deepseek_v41::{
     core::LoadPolicy,
     engram::TokenMap,
     model::{
-        Chunk, Config, DSpark, DraftRequest, ForwardBatch, IndexKeys, Limits, ModelState, Probe, ProbePoint, SequenceId,
-        Transformer,
+        Chunk, Config, DSpark, DraftRequest, ForwardBatch, ImageSpan, IndexKeys, Limits, ModelState,
+        Probe, ProbePoint, SequenceId, Transformer,
     },
     moe::Routing,
 };
+use deepseek_v41_vision::{ImagePatches, VisionConfig, VisionEncoder};
 
 use crate::expected::Expected;
 
@@ -103,6 +104,7 @@ impl Sums {
 pub struct GoldenModel {
     transformer: Transformer,
     draft_head: Option<DSpark>,
+    vision: Option<VisionEncoder>,
     expected: Expected,
     mode: Mode,
 }
@@ -131,11 +133,40 @@ impl GoldenModel {
             true => Some(DSpark::new(&transformer, weights.var_builder(device))?),
             false => None,
         };
-        Ok(Self { transformer, draft_head, expected, mode })
+        let vision = match cfg.vision_enabled() {
+            true => Some(VisionEncoder::new(
+                &vision_config(&dir.join("config.json"))?,
+                weights.var_builder(&Device::Cpu),
+            )?),
+            false => None,
+        };
+        Ok(Self { transformer, draft_head, vision, expected, mode })
     }
 
-    /// Runs the recorded tokens. `replay` uses the recorded selections instead of the model's own;
-    /// `rows` are the sequences to run (those with pictures need their embeddings).
+    /// The recorded pictures of a sequence, read by the tower.
+    fn images(&self, row: usize) -> Result<Vec<ImageSpan>> {
+        let mut spans = Vec::new();
+        let Some(vision) = &self.vision else { return Ok(spans) };
+        let ratio = self.transformer.config().vision_downsample_ratio;
+        for n in 0.. {
+            let key = |part: &str| format!("image.{row}.{n}.{part}");
+            if !self.expected.contains(&key("info")) {
+                break;
+            }
+            let info = self.expected.integers(&key("info"))?;
+            let patches = self.expected.tensor(&key("patches"), &Device::Cpu)?;
+            let image = ImagePatches::new(patches, info[1] as usize, info[2] as usize, ratio)?;
+            let types: Vec<i64> = image.span_types().iter().map(|t| t.code()).collect();
+            if types != self.expected.integers(&key("types"))? {
+                return Err(Error::value(key("types"), format!("laid out here as {types:?}")));
+            }
+            spans.push(ImageSpan { start: info[0] as usize, rows: vision.encode_span(&image)? });
+        }
+        Ok(spans)
+    }
+
+    /// Runs the recorded tokens and pictures. `replay` uses the recorded selections instead of the
+    /// model's own; `rows` are the sequences to run.
     ///
     /// # Errors
     /// What the model refuses, or a recording without the tensors of its kind.
@@ -156,10 +187,15 @@ impl GoldenModel {
         for step in 0..steps {
             let range = if step == 0 { 0..prefill } else { prefill + step - 1..prefill + step };
             let chunks = rows.iter().zip(&seqs).map(|(row, seq)| {
-                Chunk::text(*seq, range.clone().map(|at| token(*row, at)).collect::<Vec<_>>())
+                Ok(Chunk {
+                    seq: *seq,
+                    token_ids: range.clone().map(|at| token(*row, at)).collect(),
+                    // All of them lie in the prompt.
+                    images: if step == 0 { self.images(*row)? } else { Vec::new() },
+                })
             });
             let batch_in = ForwardBatch {
-                chunks: chunks.collect(),
+                chunks: chunks.collect::<Result<_>>()?,
                 target_hidden: self.draft_head.is_some(),
                 ..ForwardBatch::default()
             };
@@ -203,9 +239,26 @@ impl GoldenModel {
     /// # Errors
     /// A recording without ids.
     pub fn text_rows(&self) -> Result<Vec<usize>> {
-        let n = self.sequences()?;
-        Ok((0..n).filter(|row| !self.expected.contains(&format!("image.{row}.0.info"))).collect())
+        Ok((0..self.sequences()?).filter(|row| !self.has_images(*row)).collect())
     }
+
+    /// Sequences with pictures.
+    ///
+    /// # Errors
+    /// A recording without ids.
+    pub fn image_rows(&self) -> Result<Vec<usize>> {
+        Ok((0..self.sequences()?).filter(|row| self.has_images(*row)).collect())
+    }
+
+    fn has_images(&self, row: usize) -> bool {
+        self.expected.contains(&format!("image.{row}.0.info"))
+    }
+}
+
+/// The tower's part of the inference config.
+fn vision_config(path: &Path) -> Result<VisionConfig> {
+    let text = std::fs::read_to_string(path).map_err(|e| Error::io(path, e))?;
+    serde_json::from_str(&text).map_err(|e| Error::checkpoint(path, e.to_string()))
 }
 
 /// The draft head's turn after one step.

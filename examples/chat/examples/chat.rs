@@ -7,6 +7,7 @@
 //! Every line is a message. `/image FILE` puts a picture into the next one, `/undo` takes the last question
 //! and its answer back, `/quit` or the end of the input ends. The history stays in the model's caches: after
 //! each answer the number of tokens that had to be read says so.
+#![allow(clippy::print_stdout, clippy::print_stderr)]
 
 use std::{
     io::{BufRead, IsTerminal, Write},

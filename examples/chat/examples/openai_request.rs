@@ -7,6 +7,7 @@
 //! With `"stream": true` the answer comes in chunks. `--protocol messages` and `--protocol responses` take
 //! Anthropic's and OpenAI's newer requests. A request that cannot be answered gives the error object that
 //! clients of these protocols expect, and exit code 1.
+#![allow(clippy::print_stdout, clippy::print_stderr)]
 
 use std::{io::Read, path::PathBuf, process::ExitCode};
 

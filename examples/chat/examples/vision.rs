@@ -5,6 +5,7 @@
 //!         --model DIR --image one.png --image two.jpg --prompt "What has changed?"
 //!
 //! The embedded model names coloured shapes on a plain background, one picture at a time.
+#![allow(clippy::print_stdout, clippy::print_stderr)]
 
 use std::{io::Write, path::PathBuf, time::Instant};
 

@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use crate::{
     report::{Check, Report},
-    tolerance::{MODEL_FLOOR, MODEL_NOISE, OTHER_MODE},
+    tolerance::{MODEL_FLOOR, MODEL_NOISE, OTHER_MODE, PICTURE_LAYERS, PICTURE_LOGITS},
 };
 
 /// `name` of the manifest's models; `entry` has the distances between two valid runs of the official code.
@@ -30,31 +30,29 @@ pub(crate) fn run(dir: &Path, name: &str, entry: &Value, device: &Device, report
         let case = format!("model_{name} ({label})");
         let distance = || {
             let model = GoldenModel::load(&dir.join(format!("model_{name}")), mode, device)?;
-            let rows = model.text_rows()?;
-            let pictures = model.sequences()? - rows.len();
-            let distance = if rows.is_empty() {
-                None
-            } else {
-                Some(model.run(&rows, replay)?)
+            let rows: Vec<usize> = (0..model.sequences()?).collect();
+            let floors = match model.image_rows()?.is_empty() {
+                true => (MODEL_FLOOR, MODEL_FLOOR),
+                false => (PICTURE_LOGITS, PICTURE_LAYERS),
             };
-            Ok::<_, Error>((distance, pictures))
+            Ok::<_, Error>((model.run(&rows, replay)?, floors))
         };
         match distance() {
-            Ok((distance, pictures)) => {
-                if let Some(distance) = distance {
-                    report.compared(case.clone(), checks(&distance, noise, modes_differ));
-                }
-                if pictures > 0 {
-                    let case = format!("{case}, {pictures} sequences with pictures");
-                    report.skipped(case, "not compared yet");
-                }
+            Ok((distance, floors)) => {
+                report.compared(case, checks(&distance, noise, floors, modes_differ));
             }
             Err(error) => report.failed(case, error),
         }
     }
 }
 
-fn checks(distance: &Distance, noise: &Value, modes_differ: bool) -> Vec<Check> {
+/// `floors` are the least that is allowed for logits and layers.
+fn checks(
+    distance: &Distance,
+    noise: &Value,
+    floors: (f64, f64),
+    modes_differ: bool,
+) -> Vec<Check> {
     let floats = |values: &Value| -> Vec<f64> {
         match values {
             Value::Array(list) => list.iter().filter_map(Value::as_f64).collect(),
@@ -70,18 +68,18 @@ fn checks(distance: &Distance, noise: &Value, modes_differ: bool) -> Vec<Check> 
             .max_by(f64::total_cmp)
             .unwrap_or(f64::NAN)
     };
-    let limit = |part: &str| (MODEL_NOISE * worst(&floats(&noise[part]))).max(MODEL_FLOOR);
+    let limit = |part: &str, floor: f64| (MODEL_NOISE * worst(&floats(&noise[part]))).max(floor);
     let prefill: Vec<f64> = distance.prefill.iter().map(|(_, error)| *error).collect();
-    let rms = |what: &str, errors: &[f64], noise: &str| Check {
+    let rms = |what: &str, errors: &[f64], noise: &str, floor: f64| Check {
         what: what.into(),
         values: errors.len(),
         error: worst(errors),
-        allowed: limit(noise),
+        allowed: limit(noise, floor),
         unit: "relative rms".into(),
     };
     let mut checks = vec![
-        rms("logits of every step", &distance.logits, "logits_rel_rms"),
-        rms("layers of the prefill", &prefill, "prefill_rel_rms"),
+        rms("logits of every step", &distance.logits, "logits_rel_rms", floors.0),
+        rms("layers of the prefill", &prefill, "prefill_rel_rms", floors.1),
     ];
     let differing = |(equal, all): (usize, usize)| 1.0 - equal as f64 / all.max(1) as f64;
     let (own, other) = (distance.decode_selections, distance.other_selections);

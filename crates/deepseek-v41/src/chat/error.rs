@@ -44,8 +44,19 @@ pub enum ChatError {
     /// A picture that cannot be one.
     #[cfg(feature = "vision")]
     #[error(transparent)]
-    Image(#[from] deepseek_v41_vision::ImageError),
+    Image(Box<deepseek_v41_vision::ImageError>),
     /// The model.
     #[error(transparent)]
     Model(#[from] Error),
+}
+
+/// Errors of the model keep their kind: only what is wrong with the picture itself is an image's.
+#[cfg(feature = "vision")]
+impl From<deepseek_v41_vision::ImageError> for ChatError {
+    fn from(err: deepseek_v41_vision::ImageError) -> Self {
+        match err {
+            deepseek_v41_vision::ImageError::Core(err) => Self::Model(err),
+            err => Self::Image(Box::new(err)),
+        }
+    }
 }

@@ -110,7 +110,7 @@ impl Record {
                 (at, before.images.len())
             }
         };
-        let (text, special) = whole.from_byte(at);
+        let (text, special) = whole.text_from(at);
         let ids = self.template.encode(text, &special)?;
         match pictures::with_images(model, ids, &whole.images[pictures..])? {
             Prompt::WithImages { ids, images } => Ok(New { ids, images }),

@@ -154,7 +154,7 @@ impl ChatPrompt {
     }
 
     /// Text and control tokens from byte `at` on, which no control token crosses.
-    pub(super) fn from_byte(&self, at: usize) -> (&str, Vec<Range<usize>>) {
+    pub(super) fn text_from(&self, at: usize) -> (&str, Vec<Range<usize>>) {
         let later = self.special.iter().filter(|r| r.start >= at);
         (
             &self.text[at..],

@@ -1,6 +1,8 @@
 //! What the tests share.
 #![allow(dead_code, clippy::unwrap_used)]
 
+pub(crate) mod requests;
+
 use std::{path::PathBuf, sync::OnceLock};
 
 use deepseek_v41::{
