@@ -33,7 +33,9 @@ struct Args {
 fn main() -> Result<()> {
     let mut args = Args::parse();
     if args.prompts.is_empty() {
-        let names = ["boy", "girl", "painter", "miller", "baker", "farmer", "sailor", "king"];
+        let names = [
+            "boy", "girl", "painter", "miller", "baker", "farmer", "sailor", "king",
+        ];
         let prompt = |name| format!("Once upon a time, a friendly {name} called");
         args.prompts = names.map(prompt).to_vec();
     }

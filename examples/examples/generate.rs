@@ -11,7 +11,7 @@ use std::{io::Write, path::PathBuf, time::Instant};
 use clap::Parser;
 use deepseek_v41::{
     DeepSeekV41, Event, FinishReason, GenerateOptions, LoadOptions, LoadPolicy, Prompt, Result,
-    SamplingParams,
+    SamplingParams, core::open_device,
 };
 use serde_json::json;
 
@@ -48,6 +48,9 @@ struct Args {
     /// Go on after the end-of-text token.
     #[arg(long)]
     ignore_eos: bool,
+    /// Where to compute: cpu, or cuda (cuda:1, ..) in a build with the feature `cuda`.
+    #[arg(long, default_value = "cpu")]
+    device: String,
     /// Read the checkpoint's files whole instead of mapping them.
     #[arg(long)]
     no_mmap: bool,
@@ -58,8 +61,16 @@ struct Args {
 
 fn main() -> Result<()> {
     let args = Args::parse();
-    let policy = if args.no_mmap { LoadPolicy::Read } else { LoadPolicy::Mmap };
-    let load = LoadOptions { policy, ..LoadOptions::default() };
+    let policy = if args.no_mmap {
+        LoadPolicy::Read
+    } else {
+        LoadPolicy::Mmap
+    };
+    let load = LoadOptions {
+        device: open_device(&args.device)?,
+        policy,
+        ..LoadOptions::default()
+    };
     let model = match &args.model {
         Some(dir) => DeepSeekV41::load_with(dir, &load)?,
         None => DeepSeekV41::tiny_with(&load)?,
@@ -107,7 +118,13 @@ fn run(model: &DeepSeekV41, prompt: Prompt, options: &GenerateOptions, json: boo
             }
             Event::Done { reason, usage } => {
                 let first = first.unwrap_or(start);
-                let rate = |n: usize, seconds: f64| if seconds > 0.0 { n as f64 / seconds } else { 0.0 };
+                let rate = |n: usize, seconds: f64| {
+                    if seconds > 0.0 {
+                        n as f64 / seconds
+                    } else {
+                        0.0
+                    }
+                };
                 // The first token comes out of the prompt's own pass.
                 let decoded = usage.completion_tokens.saturating_sub(1);
                 let prefill = rate(usage.prompt_tokens, (first - start).as_secs_f64());

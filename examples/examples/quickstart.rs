@@ -7,7 +7,9 @@ use std::io::Write;
 use deepseek_v41::{DeepSeekV41, GenerateOptions, Result};
 
 fn main() -> Result<()> {
-    let prompt = std::env::args().nth(1).unwrap_or_else(|| "Once upon a time".into());
+    let prompt = std::env::args()
+        .nth(1)
+        .unwrap_or_else(|| "Once upon a time".into());
     let model = DeepSeekV41::tiny()?;
     print!("{prompt}");
     for piece in model.generate(prompt, &GenerateOptions::default())?.text() {

@@ -39,21 +39,37 @@ fn run(model: &DeepSeekV41, prompt: &str, speculation: Speculation) -> Result<Ru
         }
     }
     let decoding = start.elapsed();
-    Ok(Run { text, tokens, decoding, stats: generation.speculation().clone() })
+    Ok(Run {
+        text,
+        tokens,
+        decoding,
+        stats: generation.speculation().clone(),
+    })
 }
 
 fn main() -> Result<()> {
-    let prompt = std::env::args().nth(1).unwrap_or_else(|| "Once upon a time".into());
+    let prompt = std::env::args()
+        .nth(1)
+        .unwrap_or_else(|| "Once upon a time".into());
     let model = DeepSeekV41::tiny()?;
     let plain = run(&model, &prompt, Speculation::Off)?;
     println!("{prompt}{}\n", plain.text);
     let ways = [
         ("plain", Speculation::Off),
-        ("prompt lookup", Speculation::PromptLookup(PromptLookup::default())),
+        (
+            "prompt lookup",
+            Speculation::PromptLookup(PromptLookup::default()),
+        ),
         ("draft head", Speculation::DraftHead(DraftLength::Full)),
-        ("draft head, confidence 0.5", Speculation::DraftHead(DraftLength::Confidence(0.5))),
+        (
+            "draft head, confidence 0.5",
+            Speculation::DraftHead(DraftLength::Confidence(0.5)),
+        ),
     ];
-    println!("{:<28} {:>6} {:>16} {:>10} {:>8}", "", "passes", "accepted a pass", "tokens/s", "same");
+    println!(
+        "{:<28} {:>6} {:>16} {:>10} {:>8}",
+        "", "passes", "accepted a pass", "tokens/s", "same"
+    );
     for (name, speculation) in ways {
         let run = run(&model, &prompt, speculation)?;
         println!(

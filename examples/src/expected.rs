@@ -20,7 +20,10 @@ impl Expected {
     pub fn open(path: &Path) -> Result<Self> {
         let bytes = std::fs::read(path).map_err(|e| Error::io(path, e))?;
         let label = path.display().to_string();
-        Ok(Self(Weights::from_shards(vec![(label, Bytes::from(bytes))])?))
+        Ok(Self(Weights::from_shards(vec![(
+            label,
+            Bytes::from(bytes),
+        )])?))
     }
 
     /// Whether it has an array of this name.
@@ -59,9 +62,12 @@ impl Expected {
 
     /// The arrays that `rename` gives a name, as a checkpoint of their own.
     pub fn select(&self, rename: impl Fn(&str) -> Option<String>) -> Weights {
-        Weights::from_raw(
-            self.0.iter().filter_map(|t| Some(RawTensor { name: rename(&t.name)?, ..t.clone() })),
-        )
+        Weights::from_raw(self.0.iter().filter_map(|t| {
+            Some(RawTensor {
+                name: rename(&t.name)?,
+                ..t.clone()
+            })
+        }))
     }
 
     /// An I32, I64 or U8 array.
@@ -107,12 +113,16 @@ impl Expected {
         let mut data = &self.floats(name)?[..];
         for (index, dim) in at.iter().zip(shape) {
             let size = data.len() / dim.max(&1);
-            data = data.get(index * size..(index + 1) * size).ok_or_else(|| past(name, *index))?;
+            data = data
+                .get(index * size..(index + 1) * size)
+                .ok_or_else(|| past(name, *index))?;
         }
         let size = data.len() / shape.get(at.len()).copied().unwrap_or(1).max(1);
         let mut out = Vec::with_capacity(rows.len() * size);
         for row in rows {
-            let part = data.get(row * size..(row + 1) * size).ok_or_else(|| past(name, *row))?;
+            let part = data
+                .get(row * size..(row + 1) * size)
+                .ok_or_else(|| past(name, *row))?;
             out.extend_from_slice(part);
         }
         Ok(out)
@@ -120,5 +130,8 @@ impl Expected {
 }
 
 fn past(name: &str, index: usize) -> Error {
-    Error::value(format!("recorded array `{name}`"), format!("has no index {index}"))
+    Error::value(
+        format!("recorded array `{name}`"),
+        format!("has no index {index}"),
+    )
 }

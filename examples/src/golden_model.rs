@@ -12,8 +12,8 @@ use deepseek_v41::{
     core::LoadPolicy,
     engram::TokenMap,
     model::{
-        Chunk, Config, DSpark, DraftRequest, ForwardBatch, ImageSpan, IndexKeys, Limits, ModelState,
-        Probe, ProbePoint, SequenceId, Transformer,
+        Chunk, Config, DSpark, DraftRequest, ForwardBatch, ImageSpan, IndexKeys, Limits,
+        ModelState, Probe, ProbePoint, SequenceId, Transformer,
     },
     moe::Routing,
 };
@@ -96,7 +96,11 @@ impl Sums {
     }
 
     fn rel_rms(&self) -> f64 {
-        if self.0 == 0.0 { 0.0 } else { (self.0 / self.1).sqrt() }
+        if self.0 == 0.0 {
+            0.0
+        } else {
+            (self.0 / self.1).sqrt()
+        }
     }
 }
 
@@ -121,8 +125,16 @@ impl GoldenModel {
         let map = match cfg.engram() {
             None => None,
             Some(engram) => {
-                let ids = expected.integers("token_map")?.iter().map(|v| *v as u32).collect();
-                Some(TokenMap::new(ids, engram.compressed_vocab_size, engram.pad_id)?)
+                let ids = expected
+                    .integers("token_map")?
+                    .iter()
+                    .map(|v| *v as u32)
+                    .collect();
+                Some(TokenMap::new(
+                    ids,
+                    engram.compressed_vocab_size,
+                    engram.pad_id,
+                )?)
             }
         };
         // The recording lies beside the shards: the index says which files are weights.
@@ -140,13 +152,21 @@ impl GoldenModel {
             )?),
             false => None,
         };
-        Ok(Self { transformer, draft_head, vision, expected, mode })
+        Ok(Self {
+            transformer,
+            draft_head,
+            vision,
+            expected,
+            mode,
+        })
     }
 
     /// The recorded pictures of a sequence, read by the tower.
     fn images(&self, row: usize) -> Result<Vec<ImageSpan>> {
         let mut spans = Vec::new();
-        let Some(vision) = &self.vision else { return Ok(spans) };
+        let Some(vision) = &self.vision else {
+            return Ok(spans);
+        };
         let ratio = self.transformer.config().vision_downsample_ratio;
         for n in 0.. {
             let key = |part: &str| format!("image.{row}.{n}.{part}");
@@ -158,9 +178,15 @@ impl GoldenModel {
             let image = ImagePatches::new(patches, info[1] as usize, info[2] as usize, ratio)?;
             let types: Vec<i64> = image.span_types().iter().map(|t| t.code()).collect();
             if types != self.expected.integers(&key("types"))? {
-                return Err(Error::value(key("types"), format!("laid out here as {types:?}")));
+                return Err(Error::value(
+                    key("types"),
+                    format!("laid out here as {types:?}"),
+                ));
             }
-            spans.push(ImageSpan { start: info[0] as usize, rows: vision.encode_span(&image)? });
+            spans.push(ImageSpan {
+                start: info[0] as usize,
+                rows: vision.encode_span(&image)?,
+            });
         }
         Ok(spans)
     }
@@ -179,19 +205,32 @@ impl GoldenModel {
         let ids = self.expected.integers("ids")?;
         let token = |row: usize, at: usize| ids[row * length + at] as u32;
 
-        let limits = Limits { max_seqs: rows.len(), max_len: length, max_rollback: 0, ..Limits::default() };
+        let limits = Limits {
+            max_seqs: rows.len(),
+            max_len: length,
+            max_rollback: 0,
+            ..Limits::default()
+        };
         let mut state = ModelState::new(cfg, limits, self.transformer.device())?;
         let seqs: Vec<SequenceId> = rows.iter().map(|_| state.create()).collect::<Result<_>>()?;
         let mut distance = Distance::default();
         let mut drafts = DraftSums::default();
         for step in 0..steps {
-            let range = if step == 0 { 0..prefill } else { prefill + step - 1..prefill + step };
+            let range = if step == 0 {
+                0..prefill
+            } else {
+                prefill + step - 1..prefill + step
+            };
             let chunks = rows.iter().zip(&seqs).map(|(row, seq)| {
                 Ok(Chunk {
                     seq: *seq,
                     token_ids: range.clone().map(|at| token(*row, at)).collect(),
                     // All of them lie in the prompt.
-                    images: if step == 0 { self.images(*row)? } else { Vec::new() },
+                    images: if step == 0 {
+                        self.images(*row)?
+                    } else {
+                        Vec::new()
+                    },
                 })
             });
             let batch_in = ForwardBatch {
@@ -209,7 +248,9 @@ impl GoldenModel {
                 distance: &mut distance,
                 error: None,
             };
-            let out = self.transformer.forward_probed(&batch_in, &mut state, &mut probe)?;
+            let out = self
+                .transformer
+                .forward_probed(&batch_in, &mut state, &mut probe)?;
             if let Some(err) = probe.error {
                 return Err(err);
             }
@@ -218,7 +259,13 @@ impl GoldenModel {
             distance.logits.push(rel_rms(&out.logits, &wanted)?);
             if let (Some(head), Some(hidden)) = (&self.draft_head, &out.target_hidden) {
                 let next: Vec<u32> = rows.iter().map(|row| token(*row, range.end)).collect();
-                let mut pass = DraftPass { golden: self, rows, batch, step, replay };
+                let mut pass = DraftPass {
+                    golden: self,
+                    rows,
+                    batch,
+                    step,
+                    replay,
+                };
                 pass.run(head, hidden, &seqs, &next, &mut state, &mut drafts)?;
             }
         }
@@ -239,7 +286,9 @@ impl GoldenModel {
     /// # Errors
     /// A recording without ids.
     pub fn text_rows(&self) -> Result<Vec<usize>> {
-        Ok((0..self.sequences()?).filter(|row| !self.has_images(*row)).collect())
+        Ok((0..self.sequences()?)
+            .filter(|row| !self.has_images(*row))
+            .collect())
     }
 
     /// Sequences with pictures.
@@ -247,7 +296,9 @@ impl GoldenModel {
     /// # Errors
     /// A recording without ids.
     pub fn image_rows(&self) -> Result<Vec<usize>> {
-        Ok((0..self.sequences()?).filter(|row| self.has_images(*row)).collect())
+        Ok((0..self.sequences()?)
+            .filter(|row| self.has_images(*row))
+            .collect())
     }
 
     fn has_images(&self, row: usize) -> bool {
@@ -334,8 +385,10 @@ impl DraftPass<'_> {
             sums.tokens.1 += size;
             for (j, id) in ids.iter().enumerate() {
                 if recorded {
-                    sums.logits.add(&draft.logits[j], &logits[j * vocab..(j + 1) * vocab]);
-                    sums.confidence.add(&draft.confidence[j..=j], &confidence[j..=j]);
+                    sums.logits
+                        .add(&draft.logits[j], &logits[j * vocab..(j + 1) * vocab]);
+                    sums.confidence
+                        .add(&draft.confidence[j..=j], &confidence[j..=j]);
                 }
                 if i64::from(draft.tokens[j]) != *id {
                     break;
@@ -353,11 +406,15 @@ impl Probe for DraftPass<'_> {
         let key = format!("spec{}.route{stage}", self.step);
         let expected = &self.golden.expected;
         // Recorded for the run as written alone; the routes of draft layers hardly differ.
-        let recorded = self.replay && self.golden.mode == Mode::Reference && expected.contains(&key);
+        let recorded =
+            self.replay && self.golden.mode == Mode::Reference && expected.contains(&key);
         let all = recorded.then(|| expected.integers(&key).ok())??;
         let k = expected.shape(&key).ok()?.get(1).copied()?;
         let per_row = all.len() / self.batch;
-        let rows = self.rows.iter().flat_map(|row| &all[row * per_row..(row + 1) * per_row]);
+        let rows = self
+            .rows
+            .iter()
+            .flat_map(|row| &all[row * per_row..(row + 1) * per_row]);
         let flat: Vec<u32> = rows.map(|v| *v as u32).collect();
         let t = flat.len() / k;
         Tensor::from_vec(flat, (t, k), self.golden.transformer.device()).ok()
@@ -366,9 +423,12 @@ impl Probe for DraftPass<'_> {
 
 /// The largest logit, the lowest index among equals.
 fn argmax(logits: &[f32]) -> u32 {
-    let best = logits.iter().enumerate().fold((0, f32::NEG_INFINITY), |best, (i, v)| {
-        if *v > best.1 { (i, *v) } else { best }
-    });
+    let best = logits
+        .iter()
+        .enumerate()
+        .fold((0, f32::NEG_INFINITY), |best, (i, v)| {
+            if *v > best.1 { (i, *v) } else { best }
+        });
     best.0 as u32
 }
 
@@ -397,10 +457,15 @@ impl Recorder<'_> {
     fn recorded(&self, mode: Mode, what: &str, layer: usize) -> Option<Vec<Vec<i64>>> {
         let key = self.key(mode, what, layer);
         let expected = &self.golden.expected;
-        let all = expected.contains(&key).then(|| expected.integers(&key).ok())??;
+        let all = expected
+            .contains(&key)
+            .then(|| expected.integers(&key).ok())??;
         let k = all.len() / (self.batch * self.tokens);
         let per_row = self.tokens * k;
-        let rows = self.rows.iter().flat_map(|row| all[row * per_row..(row + 1) * per_row].chunks(k));
+        let rows = self
+            .rows
+            .iter()
+            .flat_map(|row| all[row * per_row..(row + 1) * per_row].chunks(k));
         Some(rows.map(<[i64]>::to_vec).collect())
     }
 
@@ -410,7 +475,10 @@ impl Recorder<'_> {
         let window = self.golden.transformer.config().window_size;
         let offset = if self.step == 0 { self.tokens } else { window } as i64;
         let mut rows = self.recorded(mode, "idx", layer)?;
-        rows.iter_mut().flatten().filter(|v| **v >= 0).for_each(|v| *v -= offset);
+        rows.iter_mut()
+            .flatten()
+            .filter(|v| **v >= 0)
+            .for_each(|v| *v -= offset);
         Some(rows)
     }
 
@@ -426,7 +494,11 @@ fn equal_sets(own: &[Vec<i64>], wanted: &[Vec<i64>]) -> (usize, usize) {
         row.sort_unstable();
         row
     };
-    let equal = own.iter().zip(wanted).filter(|(a, b)| set(a) == set(b)).count();
+    let equal = own
+        .iter()
+        .zip(wanted)
+        .filter(|(a, b)| set(a) == set(b))
+        .count();
     (equal, wanted.len())
 }
 
@@ -454,13 +526,19 @@ impl Probe for Recorder<'_> {
     }
 
     fn routed(&mut self, layer: usize, own: &Routing) {
-        let Some(wanted) = self.recorded(self.golden.mode, "route", layer) else { return };
-        let Some(own) = self.keep(integers(&own.experts)) else { return };
+        let Some(wanted) = self.recorded(self.golden.mode, "route", layer) else {
+            return;
+        };
+        let Some(own) = self.keep(integers(&own.experts)) else {
+            return;
+        };
         add(&mut self.distance.routes, equal_sets(&own, &wanted));
     }
 
     fn replay_experts(&mut self, layer: usize) -> Option<Tensor> {
-        let rows = self.replay.then(|| self.recorded(self.golden.mode, "route", layer))??;
+        let rows = self
+            .replay
+            .then(|| self.recorded(self.golden.mode, "route", layer))??;
         let (t, k) = (rows.len(), rows[0].len());
         let flat: Vec<u32> = rows.into_iter().flatten().map(|v| v as u32).collect();
         let tensor = Tensor::from_vec(flat, (t, k), self.golden.transformer.device());
@@ -472,7 +550,9 @@ impl Probe for Recorder<'_> {
     }
 
     fn selected(&mut self, layer: usize, own: &Tensor) {
-        let Some(own) = self.keep(integers(own)) else { return };
+        let Some(own) = self.keep(integers(own)) else {
+            return;
+        };
         let (mode, other) = match self.golden.mode {
             Mode::Reference => (Mode::Reference, Mode::OwnKeys),
             Mode::OwnKeys => (Mode::OwnKeys, Mode::Reference),
@@ -487,12 +567,17 @@ impl Probe for Recorder<'_> {
         if self.step > 0
             && let Some(wanted) = self.positions(other, layer)
         {
-            add(&mut self.distance.other_selections, equal_sets(&own, &wanted));
+            add(
+                &mut self.distance.other_selections,
+                equal_sets(&own, &wanted),
+            );
         }
     }
 
     fn replay_selection(&mut self, layer: usize) -> Option<Tensor> {
-        let rows = self.replay.then(|| self.positions(self.golden.mode, layer))??;
+        let rows = self
+            .replay
+            .then(|| self.positions(self.golden.mode, layer))??;
         let (t, k) = (rows.len(), rows[0].len());
         let flat: Vec<i32> = rows.into_iter().flatten().map(|v| v as i32).collect();
         let tensor = Tensor::from_vec(flat, (t, k), self.golden.transformer.device());
@@ -510,10 +595,17 @@ fn integers(t: &Tensor) -> Result<Vec<Vec<i64>>> {
 /// # Errors
 /// Different numbers of elements.
 pub fn rel_rms(value: &Tensor, wanted: &[f32]) -> Result<f64> {
-    let value = value.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.flatten_all()?;
+    let value = value
+        .to_device(&Device::Cpu)?
+        .to_dtype(DType::F32)?
+        .flatten_all()?;
     let value = value.to_vec1::<f32>()?;
     if value.len() != wanted.len() {
-        let reason = format!("{} values against {} recorded ones", value.len(), wanted.len());
+        let reason = format!(
+            "{} values against {} recorded ones",
+            value.len(),
+            wanted.len()
+        );
         return Err(Error::shape("rel_rms", reason));
     }
     let mut sums = (0.0, 0.0);
@@ -522,5 +614,9 @@ pub fn rel_rms(value: &Tensor, wanted: &[f32]) -> Result<f64> {
         sums.0 += (a - b) * (a - b);
         sums.1 += b * b;
     }
-    Ok(if sums.0 == 0.0 { 0.0 } else { (sums.0 / sums.1).sqrt() })
+    Ok(if sums.0 == 0.0 {
+        0.0
+    } else {
+        (sums.0 / sums.1).sqrt()
+    })
 }

@@ -1,5 +1,8 @@
 //! Whole models against recorded runs of the official code: prefill, every decode step, drafts.
 
+// Helpers of tests may panic like the tests themselves.
+#![allow(clippy::unwrap_used)]
+
 use std::path::Path;
 
 use candle_core::Device;
@@ -41,12 +44,19 @@ fn replayed_selections_keep_the_full_models_within_twice_the_noise() {
     for (name, limit) in [("full", 2.0 * 0.05824), ("text", 2.0 * 0.08467)] {
         for mode in Mode::ALL {
             let distance = run(name, mode, true);
-            assert!(worst(&distance) <= limit, "{name} {mode:?}: {:?}", distance.logits);
+            assert!(
+                worst(&distance) <= limit,
+                "{name} {mode:?}: {:?}",
+                distance.logits
+            );
             // The selections before replay must be those of the keys that were scored.
             let (own, all) = distance.decode_selections;
             let (other, _) = distance.other_selections;
             println!("{name} {mode:?}: {own} of {all} selections equal, {other} the other mode's");
-            assert!(own as f64 >= 1.7 * other as f64, "{name} {mode:?}: {own} and {other} of {all}");
+            assert!(
+                own as f64 >= 1.7 * other as f64,
+                "{name} {mode:?}: {own} and {other} of {all}"
+            );
         }
     }
 }
@@ -56,7 +66,11 @@ fn drafted_blocks_follow_the_official_head() {
     // Twice the noise of positions with an equal prefix: 0.01157, and 0.06735 where experts flip. The
     // noise of fp8x, 0.0022, is that of two runs in which hardly a code flipped; a flipped one costs
     // its block 0.02 to 0.03, and the limit admits it in about one block of ten.
-    for (name, replay, limit) in [("bf16", false, 0.0232), ("fp8x", false, 0.01), ("full", true, 0.1347)] {
+    for (name, replay, limit) in [
+        ("bf16", false, 0.0232),
+        ("fp8x", false, 0.01),
+        ("full", true, 0.1347),
+    ] {
         let drafts = run(name, Mode::Reference, replay).drafts;
         assert!(drafts.logits <= limit, "{name}: {drafts:?}");
         let (equal, all) = drafts.tokens;
@@ -77,10 +91,17 @@ fn sequences_with_pictures_stay_within_the_noise_of_the_tower() {
             let rows: Vec<usize> = (0..model.sequences().unwrap()).collect();
             let distance = model.run(&rows, replay).unwrap();
             println!("{name} {mode:?}: {:.4}", worst(&distance));
-            assert!(worst(&distance) <= limit, "{name} {mode:?}: {:?}", distance.logits);
+            assert!(
+                worst(&distance) <= limit,
+                "{name} {mode:?}: {:?}",
+                distance.logits
+            );
             // Pictures reach the gate: its bias for them decides which experts these tokens get.
             let (equal, all) = distance.routes;
-            assert!(equal as f64 >= 0.95 * all as f64, "{name} {mode:?}: {equal} of {all} routes");
+            assert!(
+                equal as f64 >= 0.95 * all as f64,
+                "{name} {mode:?}: {equal} of {all} routes"
+            );
         }
     }
 }

@@ -1,5 +1,8 @@
 //! The embedded trained model against what the official code said with the same weights.
 
+// Helpers of tests may panic like the tests themselves.
+#![allow(clippy::unwrap_used)]
+
 use candle_core::Tensor;
 use deepseek_v41::{
     DeepSeekV41, Event, GenerateOptions, LoadOptions, Prompt, Speculation,
@@ -20,7 +23,12 @@ struct Recorded {
 }
 
 fn ids(value: &Value) -> Vec<u32> {
-    value.as_array().unwrap().iter().map(|v| v.as_u64().unwrap() as u32).collect()
+    value
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|v| v.as_u64().unwrap() as u32)
+        .collect()
 }
 
 fn recorded(mode: &str) -> Vec<Recorded> {
@@ -32,18 +40,35 @@ fn recorded(mode: &str) -> Vec<Recorded> {
         prompt: p["prompt"].as_str().unwrap().to_owned(),
         prompt_ids: ids(&p["prompt_ids"]),
         greedy_ids: ids(&p[mode]["greedy_ids"]),
-        margin: p[mode]["margin"].as_array().unwrap().iter().map(|v| v.as_f64().unwrap()).collect(),
-        draft_ids: p[mode]["draft_ids"].as_array().unwrap().iter().map(ids).collect(),
+        margin: p[mode]["margin"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|v| v.as_f64().unwrap())
+            .collect(),
+        draft_ids: p[mode]["draft_ids"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(ids)
+            .collect(),
     });
     prompts.collect()
 }
 
 fn tiny(index_keys: IndexKeys) -> DeepSeekV41 {
-    DeepSeekV41::tiny_with(&LoadOptions { index_keys, ..LoadOptions::default() }).unwrap()
+    DeepSeekV41::tiny_with(&LoadOptions {
+        index_keys,
+        ..LoadOptions::default()
+    })
+    .unwrap()
 }
 
 fn argmax(row: &[f32]) -> u32 {
-    let best = row.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1).then(b.0.cmp(&a.0)));
+    let best = row
+        .iter()
+        .enumerate()
+        .max_by(|a, b| a.1.total_cmp(b.1).then(b.0.cmp(&a.0)));
     best.unwrap().0 as u32
 }
 
@@ -55,14 +80,18 @@ fn median(mut values: Vec<f64>) -> f64 {
 #[test]
 fn teacher_forced_steps_and_drafts_follow_the_official_code() {
     let saved = Golden::open("../tiny/expected");
-    for (mode, keys) in
-        [("reference", IndexKeys::LastPublished), ("own_index_k", IndexKeys::Owner)]
-    {
+    for (mode, keys) in [
+        ("reference", IndexKeys::LastPublished),
+        ("own_index_k", IndexKeys::Owner),
+    ] {
         let model = tiny(keys);
         let mut logit_distances = Vec::new();
         for case in recorded(mode) {
             let transformer = model.transformer();
-            let limits = Limits { max_len: 512, ..Limits::default() };
+            let limits = Limits {
+                max_len: 512,
+                ..Limits::default()
+            };
             let mut state = ModelState::new(model.config(), limits, transformer.device()).unwrap();
             let seq = state.create().unwrap();
             let logits = saved.f32(&format!("{}.{mode}.logits", case.name));
@@ -72,8 +101,10 @@ fn teacher_forced_steps_and_drafts_follow_the_official_code() {
             let mut confidence_distances = Vec::new();
             for (step, &next) in case.greedy_ids.iter().enumerate() {
                 let committed = chunk.len();
-                let batch =
-                    ForwardBatch { target_hidden: true, ..ForwardBatch::one(seq, chunk) };
+                let batch = ForwardBatch {
+                    target_hidden: true,
+                    ..ForwardBatch::one(seq, chunk)
+                };
                 let out = transformer.forward(&batch, &mut state).unwrap();
                 let row = out.logits.to_vec2::<f32>().unwrap().remove(0);
                 if case.margin[step] >= 0.15 {
@@ -82,18 +113,33 @@ fn teacher_forced_steps_and_drafts_follow_the_official_code() {
                 if step % 8 == 0 {
                     let want = &logits[step / 8 * row.len()..][..row.len()];
                     let distance = deepseek_v41_testing::rel_rms(&row, want);
-                    assert!(distance <= 0.3, "{} {mode} step {step}: {distance}", case.name);
+                    assert!(
+                        distance <= 0.3,
+                        "{} {mode} step {step}: {distance}",
+                        case.name
+                    );
                     logit_distances.push(distance);
                 }
                 let hidden: Tensor = out.target_hidden.unwrap();
                 let draft = (step > 0).then_some(next);
-                let request = DraftRequest { seq, committed, next: draft };
+                let request = DraftRequest {
+                    seq,
+                    committed,
+                    next: draft,
+                };
                 let mut choose = |_: usize, _: usize, row: &[f32]| Ok(argmax(row));
                 let head = model.draft_head().unwrap();
-                let drafts = head.draft(&[request], &hidden, &mut state, &mut choose).unwrap();
+                let drafts = head
+                    .draft(&[request], &hidden, &mut state, &mut choose)
+                    .unwrap();
                 if let Some(draft) = &drafts[0] {
                     let want = &case.draft_ids[step - 1][1..];
-                    let same = draft.tokens.iter().zip(want).take_while(|(a, b)| a == b).count();
+                    let same = draft
+                        .tokens
+                        .iter()
+                        .zip(want)
+                        .take_while(|(a, b)| a == b)
+                        .count();
                     equal_rounds += usize::from(same == want.len());
                     in_prefix += same;
                     drafted += want.len();
@@ -105,9 +151,15 @@ fn teacher_forced_steps_and_drafts_follow_the_official_code() {
                 chunk = vec![next];
             }
             let place = format!("{} {mode}", case.name);
-            assert!(equal_rounds >= 52, "{place}: {equal_rounds} of 63 draft rounds are equal");
+            assert!(
+                equal_rounds >= 52,
+                "{place}: {equal_rounds} of 63 draft rounds are equal"
+            );
             let share = in_prefix as f64 / drafted as f64;
-            assert!(share >= 0.88, "{place}: {share} of the drafts are in equal prefixes");
+            assert!(
+                share >= 0.88,
+                "{place}: {share} of the drafts are in equal prefixes"
+            );
             assert!(median(confidence_distances) <= 0.3, "{place}: confidences");
         }
         let median = median(logit_distances);
@@ -115,7 +167,11 @@ fn teacher_forced_steps_and_drafts_follow_the_official_code() {
     }
 }
 
-fn generate(model: &DeepSeekV41, case: &Recorded, speculation: Speculation) -> (Vec<u32>, String, SpeculationStats) {
+fn generate(
+    model: &DeepSeekV41,
+    case: &Recorded,
+    speculation: Speculation,
+) -> (Vec<u32>, String, SpeculationStats) {
     let options = GenerateOptions {
         max_tokens: 64,
         ignore_eos: true,
@@ -169,7 +225,10 @@ fn guessing_ahead_changes_no_token_and_accepts_as_recorded() {
     }
     // The official decoding loop accepts 3.05 of 5 on these prompts.
     let mean = accepted as f64 / passes as f64;
-    assert!((mean / 3.05 - 1.0).abs() <= 0.1, "{mean} drafts accepted a pass");
+    assert!(
+        (mean / 3.05 - 1.0).abs() <= 0.1,
+        "{mean} drafts accepted a pass"
+    );
 }
 
 #[test]

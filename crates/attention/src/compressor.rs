@@ -68,6 +68,15 @@ impl Compressor {
             _ => {
                 // Rounded to bf16 by the pooling, before the norm: the norm of the f32 value differs.
                 let sources = &plan.group_src;
+                #[cfg(feature = "cuda")]
+                if kv.device().is_cuda() {
+                    let norm = Some(&self.norm);
+                    let pending = cache.pending();
+                    let latent =
+                        crate::cuda::compress(&kv, &score, pending, sources, plan.ratio, norm)?;
+                    cache.write_pending(&kv, &score, plan)?;
+                    return Ok(Some(latent));
+                }
                 let pooled = ops::compress(&kv, &score, cache.pending(), sources, plan.ratio)?;
                 Some(self.norm.forward(&pooled)?)
             }

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use candle_core::Tensor;
-use deepseek_v41_core::{Error, Result};
+use deepseek_v41_core::{Error, Result, upload};
 
 use crate::cache::CompressedCache;
 use crate::ops::{CandidateBlocks, IndexSpan, TopkIdxs};
@@ -126,11 +126,7 @@ pub(crate) fn score_per_token(
     let tensor = |mut rows: Vec<Vec<i32>>| -> Result<Tensor> {
         let width = rows.iter().map(Vec::len).max().unwrap_or(0);
         rows.iter_mut().for_each(|row| row.resize(width, -1));
-        Ok(Tensor::from_vec(
-            rows.concat(),
-            (rows.len(), width),
-            device,
-        )?)
+        upload(rows.concat(), (rows.len(), width), device)
     };
     let candidates = match block {
         Some(block) => Some(CandidateBlocks {

@@ -1,9 +1,12 @@
 #![doc = include_str!("../README.md")]
+#![deny(clippy::print_stdout, clippy::print_stderr)]
 
 mod attention;
 mod cache;
 mod compressor;
 mod config;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod draft;
 mod index_keys;
 mod indexer;

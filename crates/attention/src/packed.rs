@@ -9,8 +9,8 @@
 //! index key    D/2 pairs of e2m1    | D/32 e8m0 scales      68 B at D = 128 (256)
 //! ```
 
-use candle_core::{CpuStorage, CustomOp1, DType, Layout, Shape, Tensor};
-use deepseek_v41_core::{Error, Result, cpu};
+use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Shape, Tensor};
+use deepseek_v41_core::{Error, Result, cpu, upload};
 use deepseek_v41_quant::{e2m1, e4m3, e8m0};
 use half::bf16;
 use rayon::prelude::*;
@@ -268,7 +268,7 @@ pub fn pack_rows(rows: &Tensor, codec: RowCodec) -> Result<Tensor> {
             ),
         ));
     }
-    Ok(rows.contiguous()?.apply_op1_no_bwd(&Pack(codec))?)
+    on_host(rows, codec.row_bytes(), &Pack(codec))
 }
 
 /// The opposite of [`pack_rows`]: `[n, row_bytes]` U8 → `[n, dim]` bf16.
@@ -288,7 +288,24 @@ pub fn unpack_rows(rows: &Tensor, codec: RowCodec) -> Result<Tensor> {
             ),
         ));
     }
-    Ok(rows.contiguous()?.apply_op1_no_bwd(&Unpack(codec))?)
+    on_host(rows, codec.dim, &Unpack(codec))
+}
+
+/// Rows go in and out of a GPU in packed form only when a sequence is saved or brought back: they pass
+/// through the host.
+fn on_host(rows: &Tensor, width: usize, op: &impl CustomOp1) -> Result<Tensor> {
+    if rows.device().is_cpu() {
+        return Ok(rows.contiguous()?.apply_op1_no_bwd(op)?);
+    }
+    let device = rows.device();
+    if rows.elem_count() == 0 {
+        return match rows.dtype() {
+            DType::U8 => upload(Vec::<bf16>::new(), (0, width), device),
+            _ => upload(Vec::<u8>::new(), (0, width), device),
+        };
+    }
+    let rows = rows.to_device(&Device::Cpu)?.contiguous()?;
+    Ok(rows.apply_op1_no_bwd(op)?.to_device(device)?)
 }
 
 struct Pack(RowCodec);

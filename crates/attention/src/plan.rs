@@ -7,7 +7,7 @@
 use std::ops::Range;
 
 use candle_core::{Device, Tensor};
-use deepseek_v41_core::{Error, Result};
+use deepseek_v41_core::{Error, Result, upload};
 
 use crate::ops::IndexSpan;
 use crate::slots::{CacheGeometry, SlotMap};
@@ -300,7 +300,7 @@ pub(crate) fn push_ring_slots(out: &mut Vec<i32>, chunk: &ChunkSpec, map: &SlotM
 
 pub(crate) fn i32_tensor(values: Vec<i32>, device: &Device) -> Result<Tensor> {
     let len = values.len();
-    Ok(Tensor::from_vec(values, len, device)?)
+    upload(values, len, device)
 }
 
 /// Rows of different lengths on their way to one `[T, n]` tensor.
@@ -337,6 +337,6 @@ impl RaggedRows {
         for (token, (start, &end)) in starts().zip(&self.ends).enumerate() {
             out[token * width..][..end - start].copy_from_slice(&self.values[start..end]);
         }
-        Ok(Tensor::from_vec(out, (tokens, width), device)?)
+        upload(out, (tokens, width), device)
     }
 }

@@ -46,6 +46,11 @@ impl KvPool {
         device: &Device,
     ) -> Result<Self> {
         let codec = RowCodec::new(quant, dim)?;
+        if format == KvFormat::Packed && !device.is_cpu() {
+            return Err(Error::Unsupported {
+                what: "packed KV rows on a GPU: use KvFormat::Bf16 there".into(),
+            });
+        }
         let data = match format {
             KvFormat::Bf16 => lazy_zeros_bf16(rows, dim, device)?,
             // All-zero bytes are rows of zeros.
@@ -174,7 +179,7 @@ pub(crate) fn read_rows(pool: &Tensor, range: Range<u32>) -> Result<Tensor> {
 
 pub(crate) fn gather_rows(pool: &Tensor, rows: Vec<u32>) -> Result<Tensor> {
     if rows.is_empty() {
-        return read_rows(pool, 0..0);
+        return Ok(pool.narrow(0, 0, 0)?);
     }
     let n = rows.len();
     Ok(pool.index_select(&Tensor::from_vec(rows, n, pool.device())?, 0)?)

@@ -62,8 +62,9 @@ pub fn finish_rows(
 ) -> Result<Tensor> {
     check_shapes(xs, norm, table, quant)?;
     let xs = xs.contiguous()?;
-    if !xs.device().is_cpu() {
-        return finish_rows_unfused(&xs, norm, table, quant);
+    #[cfg(feature = "cuda")]
+    if xs.device().is_cuda() {
+        return crate::cuda::finish_rows(&xs, norm, table, quant);
     }
     let op = FinishRows {
         norm: norm.map(|n| (n.weight().clone(), n.eps())),

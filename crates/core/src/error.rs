@@ -86,6 +86,14 @@ pub enum Error {
         /// What was asked for, and what to do instead.
         what: String,
     },
+    /// A GPU cannot be used, or an operation on it failed.
+    #[error("{what}: {reason}")]
+    Device {
+        /// The device, kernel or resource.
+        what: String,
+        /// What the driver says, and what to do.
+        reason: String,
+    },
     /// Reading or writing a file failed.
     #[error("{}: {source}", .path.display())]
     Io {
@@ -97,7 +105,9 @@ pub enum Error {
 }
 
 fn in_file(file: &Option<PathBuf>) -> String {
-    file.as_ref().map(|f| format!(" in {}", f.display())).unwrap_or_default()
+    file.as_ref()
+        .map(|f| format!(" in {}", f.display()))
+        .unwrap_or_default()
 }
 
 /// What is wrong with one weight.
@@ -172,37 +182,67 @@ pub enum SavedStateError {
 impl Error {
     /// [`Error::Shape`] from anything printable.
     pub fn shape(op: &'static str, reason: impl Into<String>) -> Self {
-        Self::Shape { op, reason: reason.into() }
+        Self::Shape {
+            op,
+            reason: reason.into(),
+        }
     }
 
     /// [`Error::Config`] from anything printable.
     pub fn config(field: impl Into<String>, reason: impl Into<String>) -> Self {
-        Self::Config { field: field.into(), reason: reason.into() }
+        Self::Config {
+            field: field.into(),
+            reason: reason.into(),
+        }
     }
 
     /// [`Error::Value`] from anything printable.
     pub fn value(what: impl Into<String>, reason: impl Into<String>) -> Self {
-        Self::Value { what: what.into(), reason: reason.into() }
+        Self::Value {
+            what: what.into(),
+            reason: reason.into(),
+        }
+    }
+
+    /// [`Error::Device`] from anything printable.
+    pub fn device(what: impl Into<String>, reason: impl Into<String>) -> Self {
+        Self::Device {
+            what: what.into(),
+            reason: reason.into(),
+        }
     }
 
     /// [`Error::Weight`] without a file.
     pub fn weight(name: impl Into<String>, reason: WeightError) -> Self {
-        Self::Weight { name: name.into(), file: None, reason }
+        Self::Weight {
+            name: name.into(),
+            file: None,
+            reason,
+        }
     }
 
     /// [`Error::Checkpoint`] for `file`.
     pub fn checkpoint(file: impl AsRef<Path>, reason: impl Into<String>) -> Self {
-        Self::Checkpoint { file: file.as_ref().to_path_buf(), reason: reason.into() }
+        Self::Checkpoint {
+            file: file.as_ref().to_path_buf(),
+            reason: reason.into(),
+        }
     }
 
     /// [`Error::SavedState`] about `file`.
     pub fn saved_state(file: impl AsRef<Path>, reason: SavedStateError) -> Self {
-        Self::SavedState { file: file.as_ref().to_path_buf(), reason }
+        Self::SavedState {
+            file: file.as_ref().to_path_buf(),
+            reason,
+        }
     }
 
     /// [`Error::Io`] for `path`.
     pub fn io(path: impl AsRef<Path>, source: std::io::Error) -> Self {
-        Self::Io { path: path.as_ref().to_path_buf(), source }
+        Self::Io {
+            path: path.as_ref().to_path_buf(),
+            source,
+        }
     }
 }
 

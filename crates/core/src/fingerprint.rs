@@ -19,7 +19,11 @@ impl Fingerprint {
     /// Appends bytes to the stream.
     pub fn update(&mut self, bytes: &[u8]) {
         let open = (self.len % 8) as usize;
-        let head = if open == 0 { 0 } else { bytes.len().min(8 - open) };
+        let head = if open == 0 {
+            0
+        } else {
+            bytes.len().min(8 - open)
+        };
         bytes[..head].iter().for_each(|b| self.byte(*b));
         let (words, tail) = bytes[head..].as_chunks::<8>();
         for word in words {

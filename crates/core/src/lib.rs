@@ -1,7 +1,11 @@
 #![doc = include_str!("../README.md")]
+#![deny(clippy::print_stdout, clippy::print_stderr)]
 
 pub mod comm;
 pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
+mod device;
 mod error;
 mod fingerprint;
 mod norm;
@@ -9,6 +13,7 @@ mod rope;
 pub mod weights;
 
 pub use comm::{Comm, LocalComm, ThreadComm};
+pub use device::{open_device, upload};
 pub use error::{Error, Result, SavedStateError, WeightError};
 pub use fingerprint::Fingerprint;
 pub use norm::{RmsNorm, rms_norm, rms_norm_ref};

@@ -13,6 +13,9 @@ use crate::{Error, Result, VarBuilder, cpu};
 #[derive(Debug, Clone)]
 pub struct RmsNorm {
     weight: Tensor,
+    /// As the kernels read it, on a GPU.
+    #[cfg(feature = "cuda")]
+    half: Option<Tensor>,
     eps: f32,
 }
 
@@ -22,7 +25,16 @@ impl RmsNorm {
     /// # Errors
     /// The weight is missing or of another shape or dtype.
     pub fn new(dim: usize, eps: f32, vb: VarBuilder) -> Result<Self> {
-        Ok(Self { weight: vb.tensor_f32("weight", &[dim])?, eps })
+        let weight = vb.tensor_f32("weight", &[dim])?;
+        Ok(Self {
+            #[cfg(feature = "cuda")]
+            half: match weight.device().is_cuda() {
+                true => Some(crate::cuda::bf16_weight(&weight, &vb.full_name("weight"))?),
+                false => None,
+            },
+            weight,
+            eps,
+        })
     }
 
     /// `xs: [.., dim]` bf16 → same shape and dtype.
@@ -30,12 +42,23 @@ impl RmsNorm {
     /// # Errors
     /// Another dtype or last dimension.
     pub fn forward(&self, xs: &Tensor) -> Result<Tensor> {
+        #[cfg(feature = "cuda")]
+        if let Some(half) = &self.half {
+            check(xs, &self.weight)?;
+            return crate::cuda::ops::rms_norm(xs, half, self.eps);
+        }
         rms_norm(xs, &self.weight, self.eps)
     }
 
     /// `[dim]` f32, the weight widened.
     pub fn weight(&self) -> &Tensor {
         &self.weight
+    }
+
+    /// `[dim]` bf16, as the kernels read it; `None` off the GPU.
+    #[cfg(feature = "cuda")]
+    pub fn weight_bf16(&self) -> Option<&Tensor> {
+        self.half.as_ref()
     }
 
     /// The constant under the root.
@@ -46,11 +69,24 @@ impl RmsNorm {
 
 /// RMSNorm as an operation: `xs: [.., dim]` bf16, `weight: [dim]` f32 → `[.., dim]` bf16.
 ///
+/// On a GPU the weight is read as bf16, which is what checkpoints store.
+///
 /// # Errors
 /// Another dtype, or a last dimension that is not the weight's length.
 ///
 /// Reference: `RMSNorm.forward`.
 pub fn rms_norm(xs: &Tensor, weight: &Tensor, eps: f32) -> Result<Tensor> {
+    check(xs, weight)?;
+    #[cfg(feature = "cuda")]
+    if xs.device().is_cuda() {
+        return crate::cuda::ops::rms_norm(xs, &weight.to_dtype(DType::BF16)?, eps);
+    }
+    Ok(xs
+        .contiguous()?
+        .apply_op2_no_bwd(weight, &RmsNormOp { eps })?)
+}
+
+fn check(xs: &Tensor, weight: &Tensor) -> Result<()> {
     let dim = weight.elem_count();
     if xs.dtype() != DType::BF16 || weight.dtype() != DType::F32 || xs.dims().last() != Some(&dim) {
         return Err(Error::shape(
@@ -63,7 +99,7 @@ pub fn rms_norm(xs: &Tensor, weight: &Tensor, eps: f32) -> Result<Tensor> {
             ),
         ));
     }
-    Ok(xs.contiguous()?.apply_op2_no_bwd(weight, &RmsNormOp { eps })?)
+    Ok(())
 }
 
 /// One row: `x: [dim]`, `w: [dim]` → `out: [dim]`.

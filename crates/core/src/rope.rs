@@ -4,7 +4,7 @@ use candle_core::{CpuStorage, CustomOp3, DType, Device, Layout, Shape, Tensor};
 use half::bf16;
 use rayon::prelude::*;
 
-use crate::{Error, Result, cpu};
+use crate::{Error, Result, cpu, upload};
 
 /// Frequencies of one rotary embedding.
 #[derive(Debug, Clone, PartialEq)]
@@ -71,7 +71,10 @@ impl Rope {
                 ));
             }
             if !(cfg.beta_fast > 0.0 && cfg.beta_slow > 0.0) {
-                return Err(Error::config("beta_fast", "expected positive beta_fast and beta_slow"));
+                return Err(Error::config(
+                    "beta_fast",
+                    "expected positive beta_fast and beta_slow",
+                ));
             }
             // The dimension whose wavelength completes `rotations` turns over the original context.
             let corrected_dim = |rotations: f64| {
@@ -121,8 +124,8 @@ impl Rope {
         }
         let shape = (positions.len(), half);
         Ok(RopeTable {
-            cos: Tensor::from_vec(cos, shape, device)?,
-            sin: Tensor::from_vec(sin, shape, device)?,
+            cos: upload(cos, shape, device)?,
+            sin: upload(sin, shape, device)?,
         })
     }
 }
@@ -153,8 +156,15 @@ pub fn apply_rope(xs: &Tensor, table: &RopeTable, inverse: bool) -> Result<Tenso
             ),
         ));
     }
+    #[cfg(feature = "cuda")]
+    if xs.device().is_cuda() {
+        use crate::cuda::ops::{RowKind, norm_rope_quant};
+        return norm_rope_quant(xs, None, (&table.cos, &table.sin), RowKind::Plain, inverse);
+    }
     let op = ApplyRope { inverse };
-    Ok(xs.contiguous()?.apply_op3_no_bwd(&table.cos, &table.sin, &op)?)
+    Ok(xs
+        .contiguous()?
+        .apply_op3_no_bwd(&table.cos, &table.sin, &op)?)
 }
 
 /// One vector in place: `x: [D]`, `cos`, `sin: [half]`; the last `2 * half` elements turn.
@@ -202,9 +212,13 @@ impl CustomOp3 for ApplyRope {
         };
         let width = heads * d;
         if width > 0 && cpu::should_parallelise(dims[0] * heads * half * 6) {
-            out.par_chunks_mut(width).enumerate().for_each(|(i, row)| token(i, row));
+            out.par_chunks_mut(width)
+                .enumerate()
+                .for_each(|(i, row)| token(i, row));
         } else if width > 0 {
-            out.chunks_mut(width).enumerate().for_each(|(i, row)| token(i, row));
+            out.chunks_mut(width)
+                .enumerate()
+                .for_each(|(i, row)| token(i, row));
         }
         Ok((CpuStorage::BF16(out), l1.shape().clone()))
     }

@@ -379,10 +379,21 @@ fn the_fingerprint_tells_checkpoints_apart() {
         bytes: Bytes::from(bytes),
     };
     let of = |tensors: Vec<RawTensor>| Weights::from_raw(tensors).fingerprint();
-    let a = || tensor("a", StoredDtype::U8, &[2, 300], (0..600).map(|i| i as u8).collect());
+    let a = || {
+        tensor(
+            "a",
+            StoredDtype::U8,
+            &[2, 300],
+            (0..600).map(|i| i as u8).collect(),
+        )
+    };
     let b = || tensor("b", StoredDtype::F32, &[1], vec![0; 4]);
     let whole = of(vec![a(), b()]);
-    assert_eq!(of(vec![b(), a()]), whole, "the order of shards does not matter");
+    assert_eq!(
+        of(vec![b(), a()]),
+        whole,
+        "the order of shards does not matter"
+    );
     let mut changed = a();
     changed.shape = vec![300, 2];
     assert_ne!(of(vec![changed, b()]), whole);
@@ -396,12 +407,18 @@ fn the_fingerprint_tells_checkpoints_apart() {
     for at in [0, 200, 599] {
         let mut bytes = a().bytes.to_vec();
         bytes[at] ^= 1;
-        assert_ne!(of(vec![tensor("a", StoredDtype::U8, &[2, 300], bytes), b()]), whole, "{at}");
+        assert_ne!(
+            of(vec![tensor("a", StoredDtype::U8, &[2, 300], bytes), b()]),
+            whole,
+            "{at}"
+        );
     }
     // Thousands of tensors: a sample of them, the same every time.
     let many = |flip: bool| {
         let value = u8::from(flip);
-        of((0..9001).map(|i| tensor(&format!("t.{i}"), StoredDtype::U8, &[1], vec![value])).collect())
+        of((0..9001)
+            .map(|i| tensor(&format!("t.{i}"), StoredDtype::U8, &[1], vec![value]))
+            .collect())
     };
     assert_eq!(many(false), many(false));
     assert_ne!(many(false), many(true));

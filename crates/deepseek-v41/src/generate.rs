@@ -144,7 +144,10 @@ impl DeepSeekV41 {
         let (ids, images) = prompt.into().into_ids(self.tokenizer(), special, true)?;
         let max = self.config().max_position_embeddings;
         let wanted = ids.len().saturating_add(options.max_tokens).max(1);
-        let limits = Limits { max_len: wanted.min(max), ..Limits::default() };
+        let limits = Limits {
+            max_len: wanted.min(max),
+            ..Limits::default()
+        };
         let session = Session::new(self, limits)?;
         Generation::new(Held::Owned(Box::new(session)), ids, images, options)
     }
@@ -202,7 +205,10 @@ impl<'s, 'm> Generation<'s, 'm> {
             });
         }
         if run.is_empty() {
-            return Err(Error::value("prompt", "has no tokens, so there is nothing to continue"));
+            return Err(Error::value(
+                "prompt",
+                "has no tokens, so there is nothing to continue",
+            ));
         }
         let text = Continuation::new(model, options, prompt_ids, run.len(), available)?;
         let proposer: Option<Box<dyn Proposer + 'm>> = match &options.speculation {
@@ -217,7 +223,11 @@ impl<'s, 'm> Generation<'s, 'm> {
                     });
                 }
                 let head = model.draft_head()?;
-                Some(Box::new(DraftHead::new(head, length.clone(), &options.sampling)?))
+                Some(Box::new(DraftHead::new(
+                    head,
+                    length.clone(),
+                    &options.sampling,
+                )?))
             }
         };
         Ok(Self {
@@ -280,7 +290,9 @@ impl<'s, 'm> Generation<'s, 'm> {
             Some((ids, images)) => {
                 let logits = self.run_prompt(&ids, &images)?;
                 let mut verified = Verified::default();
-                let done = self.text.verify(&Proposal::default(), &[logits], &mut verified);
+                let done = self
+                    .text
+                    .verify(&Proposal::default(), &[logits], &mut verified);
                 self.session.get().pending.extend(verified.next);
                 done
             }
@@ -339,7 +351,10 @@ impl<'s, 'm> Generation<'s, 'm> {
         let want_hidden = self.proposer.as_ref().is_some_and(|p| p.needs_hidden());
         let out = session.verify(ids, want_hidden)?;
         session.pending.clear();
-        let rows = out.logits.narrow(0, run - 1, proposal.tokens.len() + 1)?.to_vec2::<f32>()?;
+        let rows = out
+            .logits
+            .narrow(0, run - 1, proposal.tokens.len() + 1)?
+            .to_vec2::<f32>()?;
         let mut verified = Verified::default();
         let done = self.text.verify(&proposal, &rows, &mut verified);
         // The text is now its last run token, the drafts that stood, and perhaps one not run yet: also
@@ -357,7 +372,9 @@ impl<'s, 'm> Generation<'s, 'm> {
     }
 
     fn propose(&mut self) -> Result<Proposal> {
-        let Some(proposer) = &mut self.proposer else { return Ok(Proposal::default()) };
+        let Some(proposer) = &mut self.proposer else {
+            return Ok(Proposal::default());
+        };
         let session = self.session.get();
         let max = self.text.max_drafts(session.state.limits().max_rollback);
         let text = session.token_ids()?;
@@ -398,7 +415,9 @@ impl Drop for Generation<'_, '_> {
     /// The text ends with the last token that was handed out: a pass may have accepted more.
     fn drop(&mut self) {
         let unseen = self.text.unseen_tokens();
-        if unseen > 0 && let Held::Borrowed(session) = &mut self.session {
+        if unseen > 0
+            && let Held::Borrowed(session) = &mut self.session
+        {
             // They came in one pass and so lie within the slack. Without it they would stay, which is
             // what the model said, too.
             if let Ok(len) = session.len() {

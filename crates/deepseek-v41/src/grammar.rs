@@ -49,7 +49,10 @@ impl Grammar {
 
     fn new(model: &DeepSeekV41, grammar: TopLevelGrammar) -> Result<Self> {
         let factory = ParserFactory::new_simple(&token_env(model)?).map_err(invalid)?;
-        let grammar = Self { factory: Arc::new(factory), grammar };
+        let grammar = Self {
+            factory: Arc::new(factory),
+            grammar,
+        };
         // Compiled here once to report what is wrong with it before a text begins.
         grammar.hook()?;
         Ok(grammar)
@@ -60,8 +63,14 @@ impl Grammar {
     /// # Errors
     /// None after [`Grammar::json_schema`] or [`Grammar::lark`] succeeded.
     pub fn hook(&self) -> Result<GrammarHook> {
-        let parser = self.factory.create_parser(self.grammar.clone()).map_err(invalid)?;
-        Ok(GrammarHook { matcher: Matcher::new(Ok(parser)), consumed: Vec::new() })
+        let parser = self
+            .factory
+            .create_parser(self.grammar.clone())
+            .map_err(invalid)?;
+        Ok(GrammarHook {
+            matcher: Matcher::new(Ok(parser)),
+            consumed: Vec::new(),
+        })
     }
 }
 
@@ -78,13 +87,18 @@ fn token_env(model: &DeepSeekV41) -> Result<TokEnv> {
             Some(_) if !tokenizer.is_special(id) => tokenizer.token_bytes(id, &mut bytes)?,
             name => {
                 bytes.push(CONTROL);
-                bytes.extend(name.unwrap_or_else(|| format!("<unused {id}>")).into_bytes());
+                bytes.extend(
+                    name.unwrap_or_else(|| format!("<unused {id}>"))
+                        .into_bytes(),
+                );
             }
         }
         words.push(bytes);
     }
     let info = TokRxInfo::new(vocab as u32, model.special_ids().eos);
-    Ok(Arc::new(ApproximateTokEnv::new(TokTrie::from(&info, &words))))
+    Ok(Arc::new(ApproximateTokEnv::new(TokTrie::from(
+        &info, &words,
+    ))))
 }
 
 fn invalid(err: impl fmt::Display) -> Error {
@@ -101,16 +115,25 @@ pub struct GrammarHook {
 
 impl fmt::Debug for GrammarHook {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("GrammarHook").field("consumed", &self.consumed.len()).finish_non_exhaustive()
+        f.debug_struct("GrammarHook")
+            .field("consumed", &self.consumed.len())
+            .finish_non_exhaustive()
     }
 }
 
 impl GrammarHook {
     /// Brings the matcher to the state after `generated`.
     fn follow(&mut self, generated: &[u32]) -> Result<()> {
-        let same = self.consumed.iter().zip(generated).take_while(|(a, b)| a == b).count();
+        let same = self
+            .consumed
+            .iter()
+            .zip(generated)
+            .take_while(|(a, b)| a == b)
+            .count();
         if same < self.consumed.len() {
-            self.matcher.rollback(self.consumed.len() - same).map_err(invalid)?;
+            self.matcher
+                .rollback(self.consumed.len() - same)
+                .map_err(invalid)?;
             self.consumed.truncate(same);
         }
         for &token in &generated[same..] {

@@ -1,4 +1,5 @@
 #![doc = include_str!("../README.md")]
+#![deny(clippy::print_stdout, clippy::print_stderr)]
 #![forbid(unsafe_code)]
 
 #[cfg(feature = "chat")]
@@ -28,9 +29,9 @@ pub use deepseek_v41_hyperconn as hyperconn;
 pub use deepseek_v41_model as model;
 pub use deepseek_v41_moe as moe;
 pub use deepseek_v41_quant as quant;
-pub use generate::{Event, FinishReason, GenerateOptions, Generation, Speculation, Usage};
 #[cfg(feature = "vision")]
 pub use deepseek_v41_vision as vision;
+pub use generate::{Event, FinishReason, GenerateOptions, Generation, Speculation, Usage};
 #[cfg(feature = "vision")]
 pub use images::{ImagePrompt, Vision};
 pub use load::{DeepSeekV41, LoadOptions, SpecialIds};

@@ -118,10 +118,18 @@ impl DeepSeekV41 {
         use deepseek_v41_tiny_a as a;
         use deepseek_v41_tiny_b as b;
         let shard = |name: &str, bytes| (name.to_owned(), bytes::Bytes::from_static(bytes));
-        let weights =
-            Weights::from_shards(vec![shard(a::SHARD_NAME, a::SHARD), shard(b::SHARD_NAME, b::SHARD)])?;
+        let weights = Weights::from_shards(vec![
+            shard(a::SHARD_NAME, a::SHARD),
+            shard(b::SHARD_NAME, b::SHARD),
+        ])?;
         let tokenizer = Tokenizer::from_bytes(a::TOKENIZER.as_bytes())?;
-        Self::from_parts(a::CONFIG, a::GENERATION_CONFIG, tokenizer, &weights, options)
+        Self::from_parts(
+            a::CONFIG,
+            a::GENERATION_CONFIG,
+            tokenizer,
+            &weights,
+            options,
+        )
     }
 
     fn from_parts(
@@ -141,9 +149,13 @@ impl DeepSeekV41 {
             .transpose()?;
         let transformer = Transformer::new(&cfg, map, weights.var_builder(&options.device))?;
         // A checkpoint may come without its draft layers; one with some of them is incomplete.
-        let drafts = cfg.dspark_block_size > 0 && weights.iter().any(|t| t.name.starts_with("mtp."));
+        let drafts =
+            cfg.dspark_block_size > 0 && weights.iter().any(|t| t.name.starts_with("mtp."));
         let draft_head = match drafts {
-            true => Some(DSpark::new(&transformer, weights.var_builder(&options.device))?),
+            true => Some(DSpark::new(
+                &transformer,
+                weights.var_builder(&options.device),
+            )?),
             false => None,
         };
         #[cfg(feature = "vision")]

@@ -56,7 +56,11 @@ impl Prompt {
     ) -> Result<(Vec<u32>, Vec<ImageSpan>)> {
         let ids = match self {
             Self::Text(text) => {
-                let mut ids = if at_start { vec![special.bos] } else { Vec::new() };
+                let mut ids = if at_start {
+                    vec![special.bos]
+                } else {
+                    Vec::new()
+                };
                 ids.extend(tokenizer.encode(&text, AddedTokens::AsText)?);
                 ids
             }
@@ -75,8 +79,15 @@ pub(crate) fn check_image_tokens(cfg: &Config, ids: &[u32], images: &[ImageSpan]
         return Ok(());
     }
     let rows = |span: &ImageSpan| span.rows.dims().first().copied().unwrap_or(0);
-    let inside = |at: usize| images.iter().any(|s| s.start <= at && at - s.start < rows(s));
-    let mut tokens = ids.iter().enumerate().filter(|(_, id)| **id as usize == cfg.image_token_id);
+    let inside = |at: usize| {
+        images
+            .iter()
+            .any(|s| s.start <= at && at - s.start < rows(s))
+    };
+    let mut tokens = ids
+        .iter()
+        .enumerate()
+        .filter(|(_, id)| **id as usize == cfg.image_token_id);
     match tokens.find(|(at, _)| !inside(*at)) {
         None => Ok(()),
         Some((at, _)) => {

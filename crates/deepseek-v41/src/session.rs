@@ -33,7 +33,13 @@ impl<'m> Session<'m> {
     pub(crate) fn new(model: &'m DeepSeekV41, limits: Limits) -> Result<Self> {
         let mut state = ModelState::new(model.config(), limits, model.transformer().device())?;
         let seq = state.create()?;
-        Ok(Self { model, state, seq, pending: Vec::new(), unseen: None })
+        Ok(Self {
+            model,
+            state,
+            seq,
+            pending: Vec::new(),
+            unseen: None,
+        })
     }
 
     /// Writes the text and its caches to a file, from which [`Session::restore`] goes on: at release
@@ -44,11 +50,16 @@ impl<'m> Session<'m> {
     pub fn save(&mut self, path: impl AsRef<Path>) -> Result<()> {
         // Hidden states have no place in the file: the draft head takes them in before.
         if let (true, Some(hidden)) = (self.can_draft()?, self.unseen.take()) {
-            let request = DraftRequest { seq: self.seq, committed: hidden.dims()[0], next: None };
+            let request = DraftRequest {
+                seq: self.seq,
+                committed: hidden.dims()[0],
+                next: None,
+            };
             let head = self.model.draft_head()?;
             head.draft(&[request], &hidden, &mut self.state, &mut |_, _, _| Ok(0))?;
         }
-        self.state.save(self.seq, &self.pending, self.model.transformer(), path)
+        self.state
+            .save(self.seq, &self.pending, self.model.transformer(), path)
     }
 
     /// Goes on with a text that [`Session::save`] wrote, exactly as the session that wrote it would.
@@ -56,16 +67,18 @@ impl<'m> Session<'m> {
     /// # Errors
     /// As [`ModelState::restore`], each kind of wrong file with its own
     /// [`SavedStateError`](deepseek_v41_core::SavedStateError); limits that the model cannot have.
-    pub fn restore(
-        model: &'m DeepSeekV41,
-        limits: Limits,
-        path: impl AsRef<Path>,
-    ) -> Result<Self> {
+    pub fn restore(model: &'m DeepSeekV41, limits: Limits, path: impl AsRef<Path>) -> Result<Self> {
         let transformer = model.transformer();
         let mut state = ModelState::new(model.config(), limits, transformer.device())?;
         let restored = state.restore(transformer, path)?;
         let (seq, pending) = (restored.seq, restored.pending);
-        Ok(Self { model, state, seq, pending, unseen: None })
+        Ok(Self {
+            model,
+            state,
+            seq,
+            pending,
+            unseen: None,
+        })
     }
 
     /// The model it belongs to.
@@ -137,7 +150,10 @@ impl<'m> Session<'m> {
             Ok(()) => {
                 self.pending.clear();
                 let seen = self.state.drafted(self.seq)?;
-                let unseen = self.unseen.take().filter(|h| h.dims()[0] + len > run && seen < len);
+                let unseen = self
+                    .unseen
+                    .take()
+                    .filter(|h| h.dims()[0] + len > run && seen < len);
                 self.unseen = unseen.map(|h| h.narrow(0, 0, len - seen)).transpose()?;
                 return Ok(());
             }
@@ -203,7 +219,11 @@ impl<'m> Session<'m> {
                     token_ids: ids[at..end].to_vec(),
                     images: spans_within(images, at, end),
                 }],
-                logits: if last { LogitRows::Last } else { LogitRows::None },
+                logits: if last {
+                    LogitRows::Last
+                } else {
+                    LogitRows::None
+                },
                 target_hidden: want_hidden,
             };
             let out = self.model.transformer().forward(&batch, &mut self.state)?;
@@ -232,5 +252,10 @@ pub(crate) fn chunk_end(at: usize, len: usize, chunk: usize, images: &[ImageSpan
 /// The spans that begin in `at..end`, counted from `at`.
 pub(crate) fn spans_within(images: &[ImageSpan], at: usize, end: usize) -> Vec<ImageSpan> {
     let spans = images.iter().filter(|s| (at..end).contains(&s.start));
-    spans.map(|s| ImageSpan { start: s.start - at, rows: s.rows.clone() }).collect()
+    spans
+        .map(|s| ImageSpan {
+            start: s.start - at,
+            rows: s.rows.clone(),
+        })
+        .collect()
 }

@@ -24,7 +24,10 @@ pub enum Stopped {
 impl StopStrings {
     /// Empty strings are ignored: they would stop everything.
     pub fn new(stops: impl IntoIterator<Item = String>) -> Self {
-        Self { stops: stops.into_iter().filter(|s| !s.is_empty()).collect(), held: String::new() }
+        Self {
+            stops: stops.into_iter().filter(|s| !s.is_empty()).collect(),
+            held: String::new(),
+        }
     }
 
     /// Takes the next piece of text. Of several stop strings the one that begins first counts, and
@@ -34,11 +37,17 @@ impl StopStrings {
             return Stopped::No(text.to_owned());
         }
         self.held.push_str(text);
-        let found = self.stops.iter().filter_map(|stop| Some((self.held.find(stop.as_str())?, stop)));
+        let found = self
+            .stops
+            .iter()
+            .filter_map(|stop| Some((self.held.find(stop.as_str())?, stop)));
         if let Some((at, stop)) = found.min_by_key(|(at, stop)| (*at, usize::MAX - stop.len())) {
             let stop = stop.clone();
             self.held.truncate(at);
-            return Stopped::Yes { text: std::mem::take(&mut self.held), stop };
+            return Stopped::Yes {
+                text: std::mem::take(&mut self.held),
+                stop,
+            };
         }
         let keep = self.longest_open_end();
         let rest = self.held.split_off(self.held.len() - keep);
@@ -54,7 +63,9 @@ impl StopStrings {
     fn longest_open_end(&self) -> usize {
         let open = |stop: &String| {
             let ends = (1..stop.len()).rev().filter(|n| stop.is_char_boundary(*n));
-            ends.into_iter().find(|n| self.held.ends_with(&stop[..*n])).unwrap_or(0)
+            ends.into_iter()
+                .find(|n| self.held.ends_with(&stop[..*n]))
+                .unwrap_or(0)
         };
         self.stops.iter().map(open).max().unwrap_or(0)
     }
@@ -85,21 +96,33 @@ mod tests {
         let text = "say é\u{300}nough END now";
         for cut in (0..=text.len()).filter(|i| text.is_char_boundary(*i)) {
             let (a, b) = text.split_at(cut);
-            assert_eq!(run(&["END"], &[a, b]), ("say é\u{300}nough ".into(), Some("END".into())));
+            assert_eq!(
+                run(&["END"], &[a, b]),
+                ("say é\u{300}nough ".into(), Some("END".into()))
+            );
         }
     }
 
     #[test]
     fn what_only_looked_like_a_stop_string_is_given_back() {
-        assert_eq!(run(&["</stop>"], &["a</st", "</s", "x"]), ("a</st</sx".into(), None));
+        assert_eq!(
+            run(&["</stop>"], &["a</st", "</s", "x"]),
+            ("a</st</sx".into(), None)
+        );
         assert_eq!(run(&["abab"], &["aba", "cab"]), ("abacab".into(), None));
         assert_eq!(run(&["ab"], &["xa"]), ("xa".into(), None));
     }
 
     #[test]
     fn the_first_and_then_the_longest_counts() {
-        assert_eq!(run(&["b", "abc"], &["xabc"]), ("x".into(), Some("abc".into())));
+        assert_eq!(
+            run(&["b", "abc"], &["xabc"]),
+            ("x".into(), Some("abc".into()))
+        );
         assert_eq!(run(&["", "c"], &["xabc"]), ("xab".into(), Some("c".into())));
-        assert_eq!(run(&["ab", "abc"], &["xabc"]), ("x".into(), Some("abc".into())));
+        assert_eq!(
+            run(&["ab", "abc"], &["xabc"]),
+            ("x".into(), Some("abc".into()))
+        );
     }
 }

@@ -144,7 +144,11 @@ impl Tokenizer {
 
     /// Whether a token was added to the vocabulary, as all control tokens are, flagged special or not.
     pub fn is_added(&self, id: u32) -> bool {
-        self.shared.inner.get_added_vocabulary().get_added_tokens_decoder().contains_key(&id)
+        self.shared
+            .inner
+            .get_added_vocabulary()
+            .get_added_tokens_decoder()
+            .contains_key(&id)
     }
 
     /// Tokens, added ones included.

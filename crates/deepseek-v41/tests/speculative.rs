@@ -1,5 +1,8 @@
 //! Accepting guesses: the official decisions, the schedule, and that sampling stays what it was.
 
+// Helpers of tests may panic like the tests themselves.
+#![allow(clippy::unwrap_used)]
+
 use deepseek_v41::{
     SamplingParams, TokenHistory,
     sampling::probs,
@@ -10,10 +13,15 @@ use proptest::prelude::*;
 
 /// Rows of a recorded `[n, vocab]` array as distributions at a temperature; 0 gives one-hot rows.
 fn distributions(golden: &Golden, key: &str, temperature: f32) -> Vec<Vec<f32>> {
-    let params = SamplingParams { temperature, ..SamplingParams::default() };
+    let params = SamplingParams {
+        temperature,
+        ..SamplingParams::default()
+    };
     let vocab = golden.shape(key)[1];
     let rows = golden.f32(key);
-    rows.chunks(vocab).map(|row| probs(row, &params, TokenHistory::default()).unwrap()).collect()
+    rows.chunks(vocab)
+        .map(|row| probs(row, &params, TokenHistory::default()).unwrap())
+        .collect()
 }
 
 #[test]
@@ -23,7 +31,11 @@ fn decisions_match_the_official_ones() {
         for temperature in ["0.0", "0.8"] {
             let key = |part: &str| format!("accept_{case}_t{temperature}.{part}");
             let t = temperature.parse().unwrap();
-            let drafts: Vec<u32> = golden.i64(&key("tokens")).iter().map(|v| *v as u32).collect();
+            let drafts: Vec<u32> = golden
+                .i64(&key("tokens"))
+                .iter()
+                .map(|v| *v as u32)
+                .collect();
             let draft = distributions(&golden, &key("draft_logits"), t);
             let target = distributions(&golden, &key("target_logits"), t);
             let mut u = golden.f32(&key("u")).into_iter().map(f64::from);
@@ -34,8 +46,18 @@ fn decisions_match_the_official_ones() {
                 || u.next().expect("one draw a decision"),
             )
             .unwrap();
-            assert_eq!(got.kept as i64, golden.i64(&key("accepted"))[0], "{}", key(""));
-            deepseek_v41_testing::assert_close(&got.next, &golden.f32(&key("next_dist")), 1e-5, 1e-4);
+            assert_eq!(
+                got.kept as i64,
+                golden.i64(&key("accepted"))[0],
+                "{}",
+                key("")
+            );
+            deepseek_v41_testing::assert_close(
+                &got.next,
+                &golden.f32(&key("next_dist")),
+                1e-5,
+                1e-4,
+            );
         }
     }
 }
@@ -47,13 +69,21 @@ fn the_schedule_is_the_official_one() {
     assert!(!cases.is_empty());
     for case in cases {
         let floats = |v: &serde_json::Value| -> Vec<f64> {
-            v.as_array().unwrap().iter().map(|v| v.as_f64().unwrap()).collect()
+            v.as_array()
+                .unwrap()
+                .iter()
+                .map(|v| v.as_f64().unwrap())
+                .collect()
         };
         let lengths = |key: &str| -> Vec<usize> {
             floats(&case[key]).into_iter().map(|v| v as usize).collect()
         };
-        let confidence: Vec<Vec<f64>> =
-            case["confidence"].as_array().unwrap().iter().map(floats).collect();
+        let confidence: Vec<Vec<f64>> = case["confidence"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(floats)
+            .collect();
         let sps = floats(&case["sps_by_batch"]);
         assert_eq!(schedule(&confidence, &sps), lengths("lengths"));
         let by_threshold: Vec<usize> = confidence
@@ -81,7 +111,10 @@ struct Rng(u64);
 
 impl Rng {
     fn next(&mut self) -> f64 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        self.0 = self
+            .0
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
         ((self.0 >> 33) as f64) / (1u64 << 31) as f64
     }
 

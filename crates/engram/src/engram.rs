@@ -1,6 +1,6 @@
 //! One Engram layer.
 
-use candle_core::Tensor;
+use candle_core::{Device, Tensor};
 use deepseek_v41_core::{Error, Result, VarBuilder};
 use deepseek_v41_quant::Linear;
 
@@ -9,6 +9,8 @@ use crate::{
     ops::{engram_gate::engram_gate, engram_lookup::engram_lookup},
     table::EngramTable,
 };
+#[cfg(feature = "cuda")]
+use crate::{cuda::DeviceTable, ops::engram_gate::check as check_gate};
 
 /// Writes an n-gram lookup into the residual stream, gated by how well it matches that stream.
 ///
@@ -24,6 +26,33 @@ pub struct Engram {
     weight: Tensor,
     columns: usize,
     eps: f32,
+    #[cfg(feature = "cuda")]
+    device: Option<OnDevice>,
+}
+
+/// What a GPU has of a layer beside its projection.
+#[cfg(feature = "cuda")]
+#[derive(Debug, Clone)]
+struct OnDevice {
+    /// `None` where the table is too large and stays on the host.
+    table: Option<DeviceTable>,
+    q_weight: Tensor,
+    k_weight: Tensor,
+}
+
+#[cfg(feature = "cuda")]
+impl OnDevice {
+    fn new(table: &EngramTable, q: &Tensor, k: &Tensor, vb: &VarBuilder) -> Result<Option<Self>> {
+        use deepseek_v41_core::cuda::bf16_weight;
+        if !q.device().is_cuda() {
+            return Ok(None);
+        }
+        Ok(Some(Self {
+            table: DeviceTable::new(table, q.device())?,
+            q_weight: bf16_weight(q, &vb.full_name("q_weight"))?,
+            k_weight: bf16_weight(k, &vb.full_name("k_weight"))?,
+        }))
+    }
 }
 
 impl Engram {
@@ -55,8 +84,14 @@ impl Engram {
         let table = EngramTable::new(rows, cfg.head_dim, vb.pp("embed"))?;
         let wkv = Linear::new(width, out_dim, cfg.linear_format, vb.pp("wkv"))?;
         let shape = [cfg.hc_mult, cfg.dim];
-        let weight = (vb.tensor_f32("q_weight", &shape)? * vb.tensor_f32("k_weight", &shape)?)?;
+        let (q, k) = (
+            vb.tensor_f32("q_weight", &shape)?,
+            vb.tensor_f32("k_weight", &shape)?,
+        );
+        let weight = (&q * &k)?;
         Ok(Self {
+            #[cfg(feature = "cuda")]
+            device: OnDevice::new(&table, &q, &k, &vb)?,
             table,
             wkv,
             weight,
@@ -70,8 +105,18 @@ impl Engram {
         &self.table
     }
 
+    /// Where [`Engram::gather`] reads hashes: where its table is.
+    pub fn hash_device(&self) -> Device {
+        #[cfg(feature = "cuda")]
+        if self.device.as_ref().is_some_and(|own| own.table.is_some()) {
+            return self.weight.device().clone();
+        }
+        Device::Cpu
+    }
+
     /// Fetches table rows: `hashes: [T, columns]` u32 → `[T, columns * head_dim]` bf16, on the device of
-    /// the weights. The table stays in host memory, and only the rows asked for are read.
+    /// the weights. The table stays in host memory, and only the rows asked for are read; a GPU holds a
+    /// copy of a table that fits it.
     ///
     /// # Errors
     /// Another shape, or a hash outside the table (hashes of another layout).
@@ -82,7 +127,14 @@ impl Engram {
                 format!("expected [T, {}], found {:?}", self.columns, hashes.shape()),
             ));
         }
-        let rows = engram_lookup(&hashes.to_device(&candle_core::Device::Cpu)?, &self.table)?;
+        #[cfg(feature = "cuda")]
+        if let Some(OnDevice {
+            table: Some(table), ..
+        }) = &self.device
+        {
+            return table.lookup(&hashes.to_device(self.weight.device())?);
+        }
+        let rows = engram_lookup(&hashes.to_device(&Device::Cpu)?, &self.table)?;
         Ok(rows.to_device(self.weight.device())?)
     }
 
@@ -100,6 +152,12 @@ impl Engram {
         image_mask: Option<&Tensor>,
     ) -> Result<Tensor> {
         let kv = self.wkv.forward(rows)?;
+        #[cfg(feature = "cuda")]
+        if let Some(own) = &self.device {
+            check_gate(stream, &kv, &self.weight, image_mask)?;
+            let weights = (&own.q_weight, &own.k_weight);
+            return crate::cuda::engram_gate(stream, &kv, weights, image_mask, self.eps);
+        }
         engram_gate(stream, &kv, &self.weight, image_mask, self.eps)
     }
 }

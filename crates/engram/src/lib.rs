@@ -1,7 +1,11 @@
 #![doc = include_str!("../README.md")]
+#![deny(clippy::print_stdout, clippy::print_stderr)]
 #![deny(unsafe_code)]
 
 mod config;
+#[cfg(feature = "cuda")]
+#[allow(unsafe_code, reason = "kernel launches")]
+pub mod cuda;
 mod engram;
 pub mod hash;
 pub mod layout;

@@ -66,6 +66,16 @@ impl EngramTable {
         Self::from_bytes(rows, head_dim, codes.bytes, scales.bytes)
     }
 
+    /// `[rows, head_dim]` e4m3 codes.
+    pub fn codes(&self) -> &Bytes {
+        &self.codes
+    }
+
+    /// `[rows, head_dim / 32]` e8m0 bytes.
+    pub fn scales(&self) -> &Bytes {
+        &self.scales
+    }
+
     /// Number of rows.
     pub fn rows(&self) -> usize {
         self.rows

@@ -17,10 +17,10 @@ impl HyperConn {
     /// A configuration without meaning, weights that are missing or misshapen, or a device that has
     /// no kernels in this build.
     pub fn new(cfg: &HyperConnConfig, site: Site, vb: VarBuilder) -> Result<Self> {
-        if !vb.device().is_cpu() {
+        if !vb.device().is_cpu() && !cfg!(feature = "cuda") {
             return Err(Error::Unsupported {
                 what: format!(
-                    "hyper-connections on {:?}: load on the CPU",
+                    "hyper-connections on {:?}: build with `--features cuda`",
                     vb.device().location()
                 ),
             });
@@ -65,6 +65,44 @@ impl HyperConn {
         let mix = self.mixes(stream)?;
         let y = sublayer(hc_pre(stream, &carried)?)?;
         mix.finish(&y, stream)
+    }
+
+    /// Whether one kernel does all of a step of `stream`.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn fuses(&self, stream: &Tensor) -> bool {
+        stream.device().is_cuda() && crate::cuda::fuses(self.cfg.hc_mult, self.cfg.dim)
+    }
+
+    /// Ends the sublayer before, if it is `open`, and begins this one.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn step(
+        &self,
+        stream: &Tensor,
+        open: Option<crate::cuda::Open<'_>>,
+        collapse: (&Tensor, &Tensor),
+        norm_eps: f32,
+    ) -> Result<crate::cuda::Step> {
+        let HyperConnConfig {
+            hc_mult,
+            dim,
+            norm_eps: own,
+            ..
+        } = self.cfg;
+        // One constant serves the stream's norm and the sublayer's.
+        if own != norm_eps || stream.dims()[1..] != [hc_mult, dim] {
+            return Err(Error::shape(
+                "flow",
+                format!("stream {:?}, norms of {own} and {norm_eps}", stream.dims()),
+            ));
+        }
+        crate::cuda::step(
+            stream,
+            open,
+            Some(collapse),
+            &self.weights,
+            self.cfg.sinkhorn(),
+            own,
+        )
     }
 
     /// The settings it was built with.

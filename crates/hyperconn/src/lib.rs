@@ -1,13 +1,19 @@
 #![doc = include_str!("../README.md")]
+#![deny(clippy::print_stdout, clippy::print_stderr)]
 #![deny(unsafe_code)]
 
 mod config;
+#[cfg(feature = "cuda")]
+#[allow(unsafe_code, reason = "kernel launches")]
+mod cuda;
+mod flow;
 mod hyperconn;
 mod mix;
 mod ops;
 mod weights;
 
 pub use config::{HyperConnConfig, Site};
+pub use flow::Flow;
 pub use hyperconn::HyperConn;
 pub use mix::{Mix, PreMix};
 pub use ops::{

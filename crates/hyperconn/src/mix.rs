@@ -1,5 +1,5 @@
 use candle_core::{DType, Device, Tensor};
-use deepseek_v41_core::{Error, Result};
+use deepseek_v41_core::{Error, Result, upload};
 
 use crate::hc_post;
 
@@ -44,7 +44,13 @@ impl PreMix {
         Ok(Self(pre.contiguous()?))
     }
 
-    /// `[T, C]` f32, contiguous.
+    /// The first part of packed coefficients `[T, (2+C)C]`, not copied.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn of_packed(coef: &Tensor, c: usize) -> Result<Self> {
+        Ok(Self(coef.narrow(1, 0, c)?))
+    }
+
+    /// `[T, C]` f32; on a GPU it may be a view with longer rows.
     pub fn tensor(&self) -> &Tensor {
         &self.0
     }
@@ -82,7 +88,7 @@ impl Mix {
         let part = |start, len| {
             if t == 0 {
                 // A view without elements past the end of its storage is one candle cannot read.
-                return Tensor::zeros((0, len), DType::F32, packed.device());
+                return Ok(upload(Vec::<f32>::new(), (0, len), packed.device())?);
             }
             packed.narrow(1, start, len)?.contiguous()
         };

@@ -15,6 +15,9 @@ pub struct MixWeights {
     pub(crate) base: Vec<f32>,
     /// One factor each for pre, post and comb.
     pub(crate) scale: [f32; 3],
+    /// The same on a GPU.
+    #[cfg(feature = "cuda")]
+    pub(crate) device: Option<crate::cuda::DeviceMix>,
 }
 
 impl MixWeights {
@@ -33,11 +36,19 @@ impl MixWeights {
             .ok_or_else(|| raw.error(WeightError::Content("data shorter than its shape".into())))?;
         let base = small(vb, &name("base"), width)?;
         let scale = small(vb, &name("scale"), 3)?;
-        Ok(Self {
+        let weights = Self {
             func,
             base,
             scale: [scale[0], scale[1], scale[2]],
-        })
+            #[cfg(feature = "cuda")]
+            device: None,
+        };
+        #[cfg(feature = "cuda")]
+        let weights = Self {
+            device: crate::cuda::DeviceMix::new(&weights, vb.device())?,
+            ..weights
+        };
+        Ok(weights)
     }
 
     /// `(2+C)C`, the number of coefficients a token gets.

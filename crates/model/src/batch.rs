@@ -19,7 +19,11 @@ pub struct Chunk {
 impl Chunk {
     /// A chunk of text.
     pub fn text(seq: SequenceId, token_ids: impl Into<Vec<u32>>) -> Self {
-        Self { seq, token_ids: token_ids.into(), images: Vec::new() }
+        Self {
+            seq,
+            token_ids: token_ids.into(),
+            images: Vec::new(),
+        }
     }
 }
 
@@ -61,7 +65,10 @@ pub struct ForwardBatch {
 impl ForwardBatch {
     /// One chunk of text; logits of its last token.
     pub fn one(seq: SequenceId, token_ids: impl Into<Vec<u32>>) -> Self {
-        Self { chunks: vec![Chunk::text(seq, token_ids)], ..Self::default() }
+        Self {
+            chunks: vec![Chunk::text(seq, token_ids)],
+            ..Self::default()
+        }
     }
 
     /// Tokens of all chunks, `T`.

@@ -3,15 +3,12 @@
 use std::sync::Arc;
 
 use candle_core::Tensor;
-use deepseek_v41_attention::{AttnPlan, Attention, LayerCache, RopeTables, SharedAttentionRuntime};
+use deepseek_v41_attention::{Attention, AttnPlan, LayerCache, RopeTables, SharedAttentionRuntime};
 use deepseek_v41_core::{Comm, Result, RmsNorm, VarBuilder};
-use deepseek_v41_hyperconn::{HyperConn, PreMix, Site};
+use deepseek_v41_hyperconn::{Flow, HyperConn, Site};
 use deepseek_v41_moe::{Moe, MoeConfig};
 
-use crate::{
-    Config, PlannedLayer, Probe, ProbePoint,
-    probe::shift_selection,
-};
+use crate::{Config, PlannedLayer, Probe, ProbePoint, probe::shift_selection};
 
 /// Attention and experts, each inside its hyper-connection.
 #[derive(Debug)]
@@ -62,38 +59,47 @@ impl Block {
         })
     }
 
-    /// `stream: [T, C, dim]` and the mix carried from the layer before → both for the next.
+    /// Takes the stream `[T, C, dim]` through the layer.
     pub(crate) fn forward(
         &self,
-        stream: &Tensor,
-        carried: PreMix,
+        flow: &mut Flow,
         cache: LayerCache<'_>,
         step: &mut Step<'_>,
-    ) -> Result<(Tensor, PreMix)> {
-        let (stream, carried) = self.hc_attn.around(stream, carried, |xs| {
-            let ys = self.attend(&self.attn_norm.forward(&xs)?, cache, step)?;
-            step.probe.value(self.number, ProbePoint::Attn, &ys)?;
-            Ok(ys)
-        })?;
-        self.ffn.forward(&stream, carried, step.image_mask, step.probe)
+    ) -> Result<()> {
+        let xs = flow.enter(&self.hc_attn, &self.attn_norm)?;
+        let ys = self.attend(&xs, cache, step)?;
+        step.probe.value(self.number, ProbePoint::Attn, &ys)?;
+        flow.leave(ys)?;
+        self.ffn.forward(flow, step.image_mask, step.probe)
     }
 
     fn attend(&self, xs: &Tensor, cache: LayerCache<'_>, step: &mut Step<'_>) -> Result<Tensor> {
         let indexed = self.role.role.indexer().and(self.role.role.ratio());
         let Some(ratio) = indexed else {
-            return self.attn.forward(xs, step.plan, step.ropes, cache, &mut step.shared);
+            return self
+                .attn
+                .forward(xs, step.plan, step.ropes, cache, &mut step.shared);
         };
         let base = || -> Result<Vec<u32>> {
-            Ok(step.plan.compress(ratio)?.spans.iter().map(|s| s.base).collect())
+            Ok(step
+                .plan
+                .compress(ratio)?
+                .spans
+                .iter()
+                .map(|s| s.base)
+                .collect())
         };
         if let Some(positions) = step.probe.replay_selection(self.number) {
             step.shared.replay = Some(shift_selection(&positions, &base()?, 1)?);
         }
-        let ys = self.attn.forward(xs, step.plan, step.ropes, cache, &mut step.shared)?;
+        let ys = self
+            .attn
+            .forward(xs, step.plan, step.ropes, cache, &mut step.shared)?;
         if step.probe.wants_selections()
             && let Some(own) = step.shared.computed.take()
         {
-            step.probe.selected(self.number, &shift_selection(&own.0, &base()?, -1)?.0);
+            step.probe
+                .selected(self.number, &shift_selection(&own.0, &base()?, -1)?.0);
         }
         Ok(ys)
     }
@@ -116,22 +122,24 @@ impl FeedForward {
         })
     }
 
-    /// `stream: [T, C, dim]` and the mix carried from attention → both for the next layer.
+    /// Takes the stream `[T, C, dim]` through the experts.
     pub(crate) fn forward(
         &self,
-        stream: &Tensor,
-        carried: PreMix,
+        flow: &mut Flow,
         image_mask: Option<&Tensor>,
         probe: &mut dyn Probe,
-    ) -> Result<(Tensor, PreMix)> {
-        let (stream, carried) = self.hc.around(stream, carried, |xs| {
-            let ys = self.experts(&self.norm.forward(&xs)?, image_mask, probe)?;
-            probe.value(self.number, ProbePoint::Ffn, &ys)?;
-            Ok(ys)
-        })?;
-        probe.value(self.number, ProbePoint::Stream, &stream)?;
-        probe.value(self.number, ProbePoint::PreMix, carried.tensor())?;
-        Ok((stream, carried))
+    ) -> Result<()> {
+        let xs = flow.enter(&self.hc, &self.norm)?;
+        let ys = self.experts(&xs, image_mask, probe)?;
+        probe.value(self.number, ProbePoint::Ffn, &ys)?;
+        flow.leave(ys)?;
+        if probe.wants_streams() {
+            probe.value(self.number, ProbePoint::Stream, flow.stream()?)?;
+            if let Some(carried) = flow.carried() {
+                probe.value(self.number, ProbePoint::PreMix, carried.tensor())?;
+            }
+        }
+        Ok(())
     }
 
     fn experts(

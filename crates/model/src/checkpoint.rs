@@ -14,8 +14,9 @@ const OPTIONAL: [&str; 4] = ["mtp.", "vision.", "aligner.", "image_"];
 /// `Error::Weight` naming the first unexpected tensor and its file.
 pub fn refuse_unexpected(weights: &Weights) -> Result<()> {
     let unused = weights.unused();
-    let (optional, unexpected): (Vec<_>, Vec<_>) =
-        unused.into_iter().partition(|t| OPTIONAL.iter().any(|part| t.name.starts_with(part)));
+    let (optional, unexpected): (Vec<_>, Vec<_>) = unused
+        .into_iter()
+        .partition(|t| OPTIONAL.iter().any(|part| t.name.starts_with(part)));
     if let Some(first) = unexpected.first() {
         return Err(first.error(WeightError::Unexpected));
     }

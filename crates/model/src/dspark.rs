@@ -7,7 +7,7 @@ use deepseek_v41_attention::{
     ChunkSpec, DSparkAttention, DraftChunk, DraftPlan, DraftRopes, LayerRole,
 };
 use deepseek_v41_core::{Comm, Error, LocalComm, Result, RmsNorm, Rope, VarBuilder};
-use deepseek_v41_hyperconn::{HyperConn, PreMix, Site, hc_expand, hc_pre};
+use deepseek_v41_hyperconn::{Flow, HyperConn, PreMix, Site, hc_expand, hc_pre};
 use deepseek_v41_quant::{Linear, WeightFormat};
 
 use crate::{
@@ -39,6 +39,9 @@ struct Stage {
     attn: DSparkAttention,
     ffn: FeedForward,
 }
+
+/// Picks the token of a drafted position: request, position in its block, logits → token.
+pub type ChooseToken<'a> = dyn FnMut(usize, usize, &[f32]) -> Result<u32> + 'a;
 
 /// What one sequence asks of a draft step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -107,7 +110,12 @@ impl DSpark {
             norm: RmsNorm::new(cfg.dim, cfg.norm_eps, last.pp("norm"))?,
             markov_embed: Embedding::new(cfg.vocab_size, rank, markov.pp("embed"))?,
             markov_head: Linear::new(rank, cfg.vocab_size, f32, markov.pp("head"))?,
-            confidence: Linear::new(cfg.dim + rank, 1, f32, last.pp("confidence_head").pp("proj"))?,
+            confidence: Linear::new(
+                cfg.dim + rank,
+                1,
+                f32,
+                last.pp("confidence_head").pp("proj"),
+            )?,
             embed: transformer.embed().clone(),
             head: transformer.head().clone(),
             rope: Rope::new(&cfg.window_rope())?,
@@ -141,7 +149,7 @@ impl DSpark {
         requests: &[DraftRequest],
         target_hidden: &Tensor,
         state: &mut ModelState,
-        choose: &mut dyn FnMut(usize, usize, &[f32]) -> Result<u32>,
+        choose: &mut ChooseToken<'_>,
     ) -> Result<Vec<Option<Draft>>> {
         self.draft_probed(requests, target_hidden, state, choose, &mut NoProbe)
     }
@@ -155,13 +163,15 @@ impl DSpark {
         requests: &[DraftRequest],
         target_hidden: &Tensor,
         state: &mut ModelState,
-        choose: &mut dyn FnMut(usize, usize, &[f32]) -> Result<u32>,
+        choose: &mut ChooseToken<'_>,
         probe: &mut dyn Probe,
     ) -> Result<Vec<Option<Draft>>> {
         let plan = self.plan(requests, target_hidden, state)?;
         let ropes = DraftRopes::new(&plan, &self.rope, &self.device)?;
         if !plan.main_positions.is_empty() {
-            let main_x = self.main_norm.forward(&self.main_proj.forward(target_hidden)?)?;
+            let main_x = self
+                .main_norm
+                .forward(&self.main_proj.forward(target_hidden)?)?;
             for (stage, cache) in self.stages.iter().zip(&mut state.draft) {
                 stage.attn.commit(&main_x, &plan, &ropes, cache)?;
             }
@@ -196,9 +206,15 @@ impl DSpark {
                     ),
                 ));
             }
-            let committed =
-                ChunkSpec { slot: request.seq.slot, start: start as u32, len: len as u32 };
-            chunks.push(DraftChunk { committed, draft: request.next.is_some() });
+            let committed = ChunkSpec {
+                slot: request.seq.slot,
+                start: start as u32,
+                len: len as u32,
+            };
+            chunks.push(DraftChunk {
+                committed,
+                draft: request.next.is_some(),
+            });
         }
         let (m, width) = target_hidden.dims2()?;
         let committed: usize = requests.iter().map(|r| r.committed).sum();
@@ -227,15 +243,16 @@ impl DSpark {
             ids.push(next);
             ids.resize(ids.len() + self.block_size() - 1, noise);
         }
-        let mut stream = hc_expand(&self.embed.forward(&ids)?, self.cfg.hc_mult)?;
-        let mut carried = PreMix::one_hot(ids.len(), self.cfg.hc_mult, &self.device)?;
+        let stream = hc_expand(&self.embed.forward(&ids)?, self.cfg.hc_mult)?;
+        let carried = PreMix::one_hot(ids.len(), self.cfg.hc_mult, &self.device)?;
+        let mut flow = Flow::new(stream, carried);
         for (stage, cache) in self.stages.iter().zip(&state.draft) {
-            let (after, mix) = stage.hc_attn.around(&stream, carried, |xs| {
-                stage.attn.forward(&stage.attn_norm.forward(&xs)?, plan, ropes, cache)
-            })?;
+            let xs = flow.enter(&stage.hc_attn, &stage.attn_norm)?;
+            flow.leave(stage.attn.forward(&xs, plan, ropes, cache)?)?;
             // Drafts are text: no image mask, whatever the prompt held.
-            (stream, carried) = stage.ffn.forward(&after, mix, None, probe)?;
+            stage.ffn.forward(&mut flow, None, probe)?;
         }
+        let (stream, carried) = flow.finish()?;
         hc_pre(&stream, &carried)
     }
 
@@ -245,13 +262,18 @@ impl DSpark {
         &self,
         requests: &[DraftRequest],
         xs: &Tensor,
-        choose: &mut dyn FnMut(usize, usize, &[f32]) -> Result<u32>,
+        choose: &mut ChooseToken<'_>,
     ) -> Result<Vec<Option<Draft>>> {
         let size = self.block_size();
-        let mut logits = self.head.forward(&self.norm.forward(xs)?)?.to_vec2::<f32>()?;
+        let mut logits = self
+            .head
+            .forward(&self.norm.forward(xs)?)?
+            .to_vec2::<f32>()?;
         let mut before: Vec<u32> = requests.iter().filter_map(|r| r.next).collect();
         let blocks = before.len();
-        let drafting: Vec<usize> = (0..requests.len()).filter(|i| requests[*i].next.is_some()).collect();
+        let drafting: Vec<usize> = (0..requests.len())
+            .filter(|i| requests[*i].next.is_some())
+            .collect();
         let mut tokens = vec![Vec::with_capacity(size); blocks];
         let mut embeds = Vec::with_capacity(size);
         for i in 0..size {
@@ -268,7 +290,11 @@ impl DSpark {
         // `[size, blocks, rank]` → the rows' own order, block by block.
         let embeds = Tensor::stack(&embeds, 1)?.flatten(0, 1)?;
         let hidden = Tensor::cat(&[xs, &embeds], 1)?;
-        let confidence = self.confidence.forward(&hidden)?.flatten_all()?.to_vec1::<f32>()?;
+        let confidence = self
+            .confidence
+            .forward(&hidden)?
+            .flatten_all()?
+            .to_vec1::<f32>()?;
         let mut drafts = vec![None; requests.len()];
         let mut logits = logits.into_iter();
         for (b, tokens) in tokens.into_iter().enumerate() {

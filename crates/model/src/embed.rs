@@ -1,6 +1,8 @@
 //! Token embeddings and the output head.
 
 use candle_core::{Device, Tensor};
+#[cfg(feature = "cuda")]
+use deepseek_v41_core::upload;
 use deepseek_v41_core::{Error, RawTensor, Result, StoredDtype, VarBuilder};
 use half::bf16;
 
@@ -12,17 +14,34 @@ pub(crate) struct Embedding {
     rows: RawTensor,
     dim: usize,
     device: Device,
+    /// `[vocab_size, dim]` bf16 on a GPU.
+    #[cfg(feature = "cuda")]
+    table: Option<Tensor>,
 }
 
 impl Embedding {
     /// Reads `weight: [vocab_size, dim]` bf16 under `vb`.
     pub(crate) fn new(vocab_size: usize, dim: usize, vb: VarBuilder) -> Result<Self> {
         let rows = vb.raw("weight", &[StoredDtype::BF16], &[vocab_size, dim])?;
-        Ok(Self { rows, dim, device: vb.device().clone() })
+        Ok(Self {
+            #[cfg(feature = "cuda")]
+            table: vb
+                .device()
+                .is_cuda()
+                .then(|| rows.to_tensor(vb.device()))
+                .transpose()?,
+            rows,
+            dim,
+            device: vb.device().clone(),
+        })
     }
 
     /// `ids: [T]` → `[T, dim]` bf16.
     pub(crate) fn forward(&self, ids: &[u32]) -> Result<Tensor> {
+        #[cfg(feature = "cuda")]
+        if let Some(table) = &self.table {
+            return self.on_device(table, ids);
+        }
         let mut out = Vec::with_capacity(ids.len() * self.dim);
         for &id in ids {
             self.push_row(id, &mut out)?;
@@ -32,6 +51,10 @@ impl Embedding {
 
     /// The rows of all chunks end to end, those of image spans taken from the picture.
     pub(crate) fn forward_chunks(&self, chunks: &[Chunk]) -> Result<Tensor> {
+        #[cfg(feature = "cuda")]
+        if let Some(table) = &self.table {
+            return self.chunks_on_device(table, chunks);
+        }
         let tokens: usize = chunks.iter().map(|c| c.token_ids.len()).sum();
         let mut out = Vec::with_capacity(tokens * self.dim);
         for chunk in chunks {
@@ -54,16 +77,65 @@ impl Embedding {
         Ok(Tensor::from_vec(out, (tokens, self.dim), &self.device)?)
     }
 
+    #[cfg(feature = "cuda")]
+    fn on_device(&self, table: &Tensor, ids: &[u32]) -> Result<Tensor> {
+        let vocab = self.rows.shape[0];
+        if let Some(id) = ids.iter().find(|id| **id as usize >= vocab) {
+            return Err(outside(*id, vocab));
+        }
+        if ids.is_empty() {
+            return upload(Vec::<bf16>::new(), (0, self.dim), &self.device);
+        }
+        let ids = upload(ids.to_vec(), ids.len(), &self.device)?;
+        Ok(deepseek_v41_core::cuda::ops::embedding(&ids, table, 1)?.squeeze(1)?)
+    }
+
+    /// Runs of tokens and pictures one after the other, nothing read back.
+    #[cfg(feature = "cuda")]
+    fn chunks_on_device(&self, table: &Tensor, chunks: &[Chunk]) -> Result<Tensor> {
+        let (mut parts, mut run) = (Vec::new(), Vec::new());
+        for chunk in chunks {
+            let mut at = 0;
+            for span in chunk.images.iter().filter(|span| span.rows.dims()[0] > 0) {
+                run.extend_from_slice(&chunk.token_ids[at..span.start]);
+                if !run.is_empty() {
+                    parts.push(self.on_device(table, &std::mem::take(&mut run))?);
+                }
+                parts.push(span.rows.to_device(&self.device)?);
+                at = span.start + span.rows.dims()[0];
+            }
+            run.extend_from_slice(&chunk.token_ids[at..]);
+        }
+        if parts.is_empty() {
+            return self.on_device(table, &run);
+        }
+        if !run.is_empty() {
+            parts.push(self.on_device(table, &run)?);
+        }
+        Ok(Tensor::cat(&parts, 0)?)
+    }
+
     fn push_row(&self, id: u32, out: &mut Vec<bf16>) -> Result<()> {
         let width = self.dim * 2;
         let start = (id as usize).saturating_mul(width);
-        let row = self.rows.bytes.get(start..start.saturating_add(width)).ok_or_else(|| {
-            let vocab = self.rows.shape[0];
-            Error::value("token id", format!("{id} is outside of the vocabulary of {vocab}"))
-        })?;
-        out.extend(row.chunks_exact(2).map(|b| bf16::from_le_bytes([b[0], b[1]])));
+        let row = self
+            .rows
+            .bytes
+            .get(start..start.saturating_add(width))
+            .ok_or_else(|| outside(id, self.rows.shape[0]))?;
+        out.extend(
+            row.chunks_exact(2)
+                .map(|b| bf16::from_le_bytes([b[0], b[1]])),
+        );
         Ok(())
     }
+}
+
+fn outside(id: u32, vocab: usize) -> Error {
+    Error::value(
+        "token id",
+        format!("{id} is outside of the vocabulary of {vocab}"),
+    )
 }
 
 /// Checks ids and image spans before anything is computed or written.
@@ -73,7 +145,10 @@ pub(crate) fn check_chunk(cfg: &Config, chunk: &Chunk) -> Result<()> {
     for span in &chunk.images {
         let dims = span.rows.dims();
         let ok = dims.len() == 2 && dims[1] == cfg.dim && span.start >= free_from;
-        let end = dims.first().and_then(|n| span.start.checked_add(*n)).filter(|end| *end <= len);
+        let end = dims
+            .first()
+            .and_then(|n| span.start.checked_add(*n))
+            .filter(|end| *end <= len);
         match end {
             Some(end) if ok => free_from = end,
             _ => {
@@ -87,7 +162,11 @@ pub(crate) fn check_chunk(cfg: &Config, chunk: &Chunk) -> Result<()> {
             }
         }
     }
-    match chunk.token_ids.iter().find(|id| **id as usize >= cfg.vocab_size) {
+    match chunk
+        .token_ids
+        .iter()
+        .find(|id| **id as usize >= cfg.vocab_size)
+    {
         Some(id) => Err(Error::value(
             "token id",
             format!("{id} is outside of the vocabulary of {}", cfg.vocab_size),

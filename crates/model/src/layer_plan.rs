@@ -135,7 +135,10 @@ impl Resolver {
                 draft_target: cfg.dspark_target_layer_ids.contains(&layer),
             });
         }
-        Ok(LayerPlan { layers: self.plan, sources: self.sources })
+        Ok(LayerPlan {
+            layers: self.plan,
+            sources: self.sources,
+        })
     }
 
     fn compressed(
@@ -180,13 +183,28 @@ impl Resolver {
         } else {
             return Err(Error::config(
                 "index_source_layers",
-                format!("layer {layer} has no selection of layer {}'s rows to reuse", of.layer),
+                format!(
+                    "layer {layer} has no selection of layer {}'s rows to reuse",
+                    of.layer
+                ),
             ));
         };
-        Ok((LayerRole::Compressed { ratio, owns_kv, index }, Some(source)))
+        Ok((
+            LayerRole::Compressed {
+                ratio,
+                owns_kv,
+                index,
+            },
+            Some(source),
+        ))
     }
 
-    fn candidate_role(&mut self, cfg: &Config, layer: usize, source: usize) -> Result<CandidateRole> {
+    fn candidate_role(
+        &mut self,
+        cfg: &Config,
+        layer: usize,
+        source: usize,
+    ) -> Result<CandidateRole> {
         match cfg.candidate_source_layer {
             Some(publisher) if layer == publisher => {
                 self.candidates = Some(source);

@@ -2,7 +2,7 @@
 
 use candle_core::Tensor;
 use deepseek_v41_attention::ops::TopkIdxs;
-use deepseek_v41_core::Result;
+use deepseek_v41_core::{Result, upload};
 use deepseek_v41_moe::Routing;
 
 /// Which intermediate value a [`Probe`] is shown.
@@ -32,6 +32,12 @@ pub trait Probe {
     fn value(&mut self, layer: usize, point: ProbePoint, value: &Tensor) -> Result<()> {
         let _ = (layer, point, value);
         Ok(())
+    }
+
+    /// Whether [`Probe::value`] is to be called with [`ProbePoint::Stream`] and
+    /// [`ProbePoint::PreMix`]: on a GPU the stream between layers is an extra pass.
+    fn wants_streams(&self) -> bool {
+        true
     }
 
     /// `[T, k]` u32 experts to use in `layer` instead of the gate's choice.
@@ -66,7 +72,11 @@ pub trait Probe {
 /// The probe of an ordinary pass.
 pub(crate) struct NoProbe;
 
-impl Probe for NoProbe {}
+impl Probe for NoProbe {
+    fn wants_streams(&self) -> bool {
+        false
+    }
+}
 
 /// Physical rows of a selection as positions of each token's sequence, or the other way round.
 ///
@@ -80,5 +90,5 @@ pub(crate) fn shift_selection(idxs: &Tensor, base: &[u32], sign: i64) -> Result<
             *v = (i64::from(*v) + sign * i64::from(*base)) as i32;
         }
     }
-    Ok(TopkIdxs(Tensor::from_vec(flat, (t, k), device)?))
+    Ok(TopkIdxs(upload(flat, (t, k), device)?))
 }

@@ -30,7 +30,12 @@ pub struct Limits {
 
 impl Default for Limits {
     fn default() -> Self {
-        Self { max_seqs: 1, max_len: 4096, max_rollback: 64, kv_format: KvFormat::default() }
+        Self {
+            max_seqs: 1,
+            max_len: 4096,
+            max_rollback: 64,
+            kv_format: KvFormat::default(),
+        }
     }
 }
 
@@ -89,7 +94,11 @@ impl ModelState {
             (0..n).map(|_| ring()).collect()
         };
         let window = rings(cfg.n_layers)?;
-        let draft = rings(if cfg.dspark_block_size > 0 { cfg.n_mtp_layers } else { 0 })?;
+        let draft = rings(if cfg.dspark_block_size > 0 {
+            cfg.n_mtp_layers
+        } else {
+            0
+        })?;
         let compressed = plan
             .sources()
             .iter()
@@ -99,7 +108,14 @@ impl ModelState {
             })
             .collect::<Result<_>>()?;
         let slots = (0..limits.max_seqs).map(|_| Slot::default()).collect();
-        Ok(Self { geometry, kv_format: limits.kv_format, window, compressed, draft, slots })
+        Ok(Self {
+            geometry,
+            kv_format: limits.kv_format,
+            window,
+            compressed,
+            draft,
+            slots,
+        })
     }
 
     /// Starts an empty sequence.
@@ -108,12 +124,23 @@ impl ModelState {
     /// [`Error::Capacity`] when every slot is taken.
     pub fn create(&mut self) -> Result<SequenceId> {
         let available = self.slots.len();
-        let Some((i, slot)) = self.slots.iter_mut().enumerate().find(|(_, s)| s.sequence.is_none())
+        let Some((i, slot)) = self
+            .slots
+            .iter_mut()
+            .enumerate()
+            .find(|(_, s)| s.sequence.is_none())
         else {
-            return Err(Error::Capacity { what: "sequences", needed: available + 1, available });
+            return Err(Error::Capacity {
+                what: "sequences",
+                needed: available + 1,
+                available,
+            });
         };
         slot.sequence = Some(Sequence::default());
-        Ok(SequenceId { slot: i as u32, generation: slot.generation })
+        Ok(SequenceId {
+            slot: i as u32,
+            generation: slot.generation,
+        })
     }
 
     /// Ends a sequence; its id is invalid from now on.
@@ -158,7 +185,9 @@ impl ModelState {
             .chain(&mut self.draft)
             .try_for_each(|cache| cache.copy_slot(from, to))
             .and_then(|()| {
-                self.compressed.iter_mut().try_for_each(|c| c.copy_slot(from, to, len as u32))
+                self.compressed
+                    .iter_mut()
+                    .try_for_each(|c| c.copy_slot(from, to, len as u32))
             });
         if let Err(err) = copied {
             self.release(new)?;
@@ -188,7 +217,11 @@ impl ModelState {
 
     /// Tokens of all sequences together.
     pub fn tokens(&self) -> usize {
-        self.slots.iter().filter_map(|s| s.sequence.as_ref()).map(|s| s.ids.len()).sum()
+        self.slots
+            .iter()
+            .filter_map(|s| s.sequence.as_ref())
+            .map(|s| s.ids.len())
+            .sum()
     }
 
     /// Tokens of the sequence that the draft head has seen.
@@ -212,7 +245,12 @@ impl ModelState {
     /// # Errors
     /// As [`ModelState::release`].
     pub fn has_images(&self, id: SequenceId, len: usize) -> Result<bool> {
-        Ok(self.sequence(id)?.image_mask.iter().take(len).any(|m| *m != 0))
+        Ok(self
+            .sequence(id)?
+            .image_mask
+            .iter()
+            .take(len)
+            .any(|m| *m != 0))
     }
 
     /// The limits it was made with.
@@ -227,9 +265,17 @@ impl ModelState {
 
     /// Bytes the caches take once they are full.
     pub fn memory_usage(&self) -> usize {
-        let window: usize =
-            self.window.iter().chain(&self.draft).map(WindowCache::memory_usage).sum();
-        let compressed: usize = self.compressed.iter().map(CompressedCache::memory_usage).sum();
+        let window: usize = self
+            .window
+            .iter()
+            .chain(&self.draft)
+            .map(WindowCache::memory_usage)
+            .sum();
+        let compressed: usize = self
+            .compressed
+            .iter()
+            .map(CompressedCache::memory_usage)
+            .sum();
         window + compressed
     }
 
@@ -251,6 +297,8 @@ impl ModelState {
 }
 
 fn unknown(id: SequenceId) -> Error {
-    Error::value("sequence", format!("{id:?} is not a live sequence of this state"))
+    Error::value(
+        "sequence",
+        format!("{id:?} is not a live sequence of this state"),
+    )
 }
-

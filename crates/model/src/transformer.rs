@@ -7,9 +7,11 @@ use deepseek_v41_attention::{
     AttnPlan, ChunkSpec, CompressedCache, IndexKeySource, LayerCache, RopeTables,
     SharedAttentionRuntime, WindowCache, last_published,
 };
-use deepseek_v41_core::{Comm, Error, Fingerprint, LocalComm, Result, RmsNorm, Rope, VarBuilder, upload};
+use deepseek_v41_core::{
+    Comm, Error, Fingerprint, LocalComm, Result, RmsNorm, Rope, VarBuilder, upload,
+};
 use deepseek_v41_engram::{Engram, EngramHashes, EngramLayout, NgramWindow, TokenMap, engram_hash};
-use deepseek_v41_hyperconn::{PreMix, hc_expand, hc_mean, hc_pre};
+use deepseek_v41_hyperconn::{Flow, PreMix, hc_expand, hc_mean, hc_pre};
 use deepseek_v41_quant::{Linear, WeightFormat};
 use half::bf16;
 
@@ -152,7 +154,11 @@ impl Transformer {
         if plan.tokens == 0 {
             return self.empty_output(batch);
         }
-        let hashes = self.engram.as_ref().map(|e| e.hash(batch, state)).transpose()?;
+        let hashes = self
+            .engram
+            .as_ref()
+            .map(|e| e.hash(batch, state))
+            .transpose()?;
         let masks: Vec<_> = batch.chunks.iter().map(image_mask).collect();
         for chunk in &batch.chunks {
             state.sequence_mut(chunk.seq)?.broken = true;
@@ -198,8 +204,7 @@ impl Transformer {
         probe: &mut dyn Probe,
     ) -> Result<ForwardOutput> {
         let image_mask = self.flat_mask(batch, masks)?;
-        let ropes =
-            RopeTables::new(plan, &self.window_rope, &self.compressed_rope, &self.device)?;
+        let ropes = RopeTables::new(plan, &self.window_rope, &self.compressed_rope, &self.device)?;
         let published = self.published_keys(batch, state, plan)?;
         let mut step = Step {
             plan,
@@ -208,38 +213,47 @@ impl Transformer {
             shared: SharedAttentionRuntime::new(),
             probe,
         };
-        let mut stream = hc_expand(&self.embed.forward_chunks(&batch.chunks)?, self.cfg.hc_mult)?;
-        let mut carried = PreMix::one_hot(plan.tokens, self.cfg.hc_mult, &self.device)?;
+        let stream = hc_expand(&self.embed.forward_chunks(&batch.chunks)?, self.cfg.hc_mult)?;
+        let carried = PreMix::one_hot(plan.tokens, self.cfg.hc_mult, &self.device)?;
+        let mut flow = Flow::new(stream, carried);
         let mut targets = Vec::new();
         for (i, (block, role)) in self.blocks.iter().zip(self.plan.layers()).enumerate() {
             if let (Some(e), Some(engram), Some(hashes)) = (role.engram, &self.engram, hashes) {
                 let layer = &engram.layers[e];
                 let rows = layer.gather(&hashes.tensor(e, &layer.hash_device())?)?;
-                stream = layer.forward(&stream, &rows, step.image_mask)?;
-                step.probe.value(i, ProbePoint::Engram, &stream)?;
+                flow.map(|stream| layer.forward(stream, &rows, step.image_mask))?;
+                step.probe.value(i, ProbePoint::Engram, flow.stream()?)?;
             }
             if batch.target_hidden && role.draft_target {
-                targets.push(hc_mean(&stream)?);
+                targets.push(hc_mean(flow.stream()?)?);
             }
-            let ModelState { window, compressed, .. } = &mut *state;
+            let ModelState {
+                window, compressed, ..
+            } = &mut *state;
             let tokens = published.as_ref().map(|p| p.of_layer(i));
             let lent = Lent::new(&mut window[i], compressed, role.source, role.role.owns_kv());
             let keys = tokens.map(|tokens| lent.keys(tokens));
-            let index_k = keys.as_deref().map_or(IndexKeySource::Owner, IndexKeySource::PerToken);
+            let index_k = keys
+                .as_deref()
+                .map_or(IndexKeySource::Owner, IndexKeySource::PerToken);
             let cache = LayerCache {
                 window: lent.window,
                 source: lent.source,
                 kv: lent.kv,
                 index_k,
             };
-            (stream, carried) = block.forward(&stream, carried, cache, &mut step)?;
+            block.forward(&mut flow, cache, &mut step)?;
         }
+        let (stream, carried) = flow.finish()?;
         let logits = self.logits(batch, &stream, carried)?;
         let target_hidden = match targets.len() {
             0 => None,
             _ => Some(Tensor::cat(&targets, 1)?),
         };
-        Ok(ForwardOutput { logits, target_hidden })
+        Ok(ForwardOutput {
+            logits,
+            target_hidden,
+        })
     }
 
     /// Collapses the stream of the wanted rows and projects it to the vocabulary.
@@ -258,7 +272,8 @@ impl Transformer {
             Some(rows) => {
                 let n = rows.len();
                 let rows = Tensor::from_vec(rows, n, &self.device)?;
-                let carried = PreMix::from_tensor(carried.tensor().index_select(&rows, 0)?)?;
+                let carried =
+                    PreMix::from_tensor(carried.tensor().contiguous()?.index_select(&rows, 0)?)?;
                 hc_pre(&stream.index_select(&rows, 0)?, &carried)?
             }
         };
@@ -276,11 +291,7 @@ impl Transformer {
         })
     }
 
-    fn flat_mask(
-        &self,
-        batch: &ForwardBatch,
-        masks: &[Option<Vec<u8>>],
-    ) -> Result<Option<Tensor>> {
+    fn flat_mask(&self, batch: &ForwardBatch, masks: &[Option<Vec<u8>>]) -> Result<Option<Tensor>> {
         if masks.iter().all(Option::is_none) {
             return Ok(None);
         }
@@ -308,13 +319,24 @@ impl Transformer {
         let mut prefill = Vec::with_capacity(plan.tokens);
         for chunk in &batch.chunks {
             let (sequence, len) = (state.sequence(chunk.seq)?, chunk.token_ids.len());
-            let first = if sequence.ids.is_empty() { len as u32 } else { sequence.prefill };
+            let first = if sequence.ids.is_empty() {
+                len as u32
+            } else {
+                sequence.prefill
+            };
             prefill.resize(prefill.len() + len, first);
         }
         let layers = (0..self.plan.layers().len()).map(|layer| {
-            let upto = self.plan.sources().iter().filter(|s| s.layer <= layer).count();
+            let upto = self
+                .plan
+                .sources()
+                .iter()
+                .filter(|s| s.layer <= layer)
+                .count();
             let tokens = plan.positions.iter().zip(&prefill);
-            tokens.map(|(pos, first)| last_published(&self.source_ratios, upto, *first, *pos)).collect()
+            tokens
+                .map(|(pos, first)| last_published(&self.source_ratios, upto, *first, *pos))
+                .collect()
         });
         Ok(Some(PublishedKeys(layers.collect())))
     }
@@ -324,7 +346,10 @@ fn fingerprint(cfg: &Config, token_map: Option<&TokenMap>, vb: &VarBuilder) -> u
     let mut hash = Fingerprint::new();
     // A derived `Debug` has every field, so that none can be forgotten here; should its text ever
     // change, saved sequences are refused and not misread. How long a text may become changes no row.
-    let cfg = Config { max_position_embeddings: 0, ..cfg.clone() };
+    let cfg = Config {
+        max_position_embeddings: 0,
+        ..cfg.clone()
+    };
     hash.update_framed(format!("{cfg:?}").as_bytes());
     hash.update(&vb.weights().fingerprint().to_le_bytes());
     for id in token_map.map_or(&[][..], TokenMap::ids) {
@@ -377,12 +402,24 @@ impl<'a> Lent<'a> {
                     Some((source, after)) => (Some(source), &*after),
                     None => (None, &[][..]),
                 };
-                Self { window, source, kv: None, before, after }
+                Self {
+                    window,
+                    source,
+                    kv: None,
+                    before,
+                    after,
+                }
             }
             reads => {
                 let caches = &*caches;
                 let kv = reads.and_then(|r| caches.get(r));
-                Self { window, source: None, kv, before: caches, after: &[] }
+                Self {
+                    window,
+                    source: None,
+                    kv,
+                    before: caches,
+                    after: &[],
+                }
             }
         }
     }
@@ -395,13 +432,18 @@ impl<'a> Lent<'a> {
             Some(own) if i > own => self.after.get(i - own - 1),
             _ => self.before.get(i),
         };
-        sources.iter().map(|source| source.and_then(cache)).collect()
+        sources
+            .iter()
+            .map(|source| source.and_then(cache))
+            .collect()
     }
 }
 
 impl EngramLayers {
     fn new(cfg: &Config, map: Option<TokenMap>, layers: &VarBuilder) -> Result<Option<Self>> {
-        let Some(engram) = cfg.engram() else { return Ok(None) };
+        let Some(engram) = cfg.engram() else {
+            return Ok(None);
+        };
         let Some(map) = map else {
             return Err(Error::config(
                 "engram_layer_ids",
@@ -413,7 +455,12 @@ impl EngramLayers {
         let layers = ids
             .map(|(i, layer)| Engram::new(&engram, i, layers.pp(layer).pp("engram")))
             .collect::<Result<_>>()?;
-        Ok(Some(Self { layout, map, layers, lookback: engram.max_ngram_size - 1 }))
+        Ok(Some(Self {
+            layout,
+            map,
+            layers,
+            lookback: engram.max_ngram_size - 1,
+        }))
     }
 
     fn hash(&self, batch: &ForwardBatch, state: &ModelState) -> Result<EngramHashes> {

@@ -1,5 +1,8 @@
 //! Checkpoints that are not what the config says, and batches that cannot be run.
 
+// Helpers of tests may panic like the tests themselves.
+#![allow(clippy::unwrap_used)]
+
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
@@ -67,16 +70,26 @@ fn the_order_of_tensors_does_not_matter() {
     let run = |model: &Transformer| {
         let mut state = ModelState::new(model.config(), Limits::default(), &Device::Cpu).unwrap();
         let seq = state.create().unwrap();
-        let out = model.forward(&ForwardBatch::one(seq, [3, 4, 5]), &mut state).unwrap();
+        let out = model
+            .forward(&ForwardBatch::one(seq, [3, 4, 5]), &mut state)
+            .unwrap();
         out.logits.to_vec2::<f32>().unwrap()
     };
-    assert_eq!(run(&load(tensors()).unwrap()), run(&load(reversed).unwrap()));
+    assert_eq!(
+        run(&load(tensors()).unwrap()),
+        run(&load(reversed).unwrap())
+    );
 }
 
 #[test]
 fn draft_layers_and_vision_may_lie_unused_in_a_checkpoint() {
     let mut more = tensors();
-    for name in ["mtp.0.norm.weight", "vision.norm.weight", "aligner.w1.bias", "image_start"] {
+    for name in [
+        "mtp.0.norm.weight",
+        "vision.norm.weight",
+        "aligner.w1.bias",
+        "image_start",
+    ] {
         let mut tensor = more[0].clone();
         tensor.name = name.into();
         more.push(tensor);
@@ -97,14 +110,26 @@ fn engram_models_need_their_token_map() {
 fn impossible_batches_are_refused_before_anything_changes() {
     let model = load(tensors()).unwrap();
     let cfg = model.config();
-    let limits = Limits { max_seqs: 2, max_len: 16, ..Limits::default() };
+    let limits = Limits {
+        max_seqs: 2,
+        max_len: 16,
+        ..Limits::default()
+    };
     let mut state = ModelState::new(cfg, limits, &Device::Cpu).unwrap();
     let seq = state.create().unwrap();
-    model.forward(&ForwardBatch::one(seq, [3, 4]), &mut state).unwrap();
+    model
+        .forward(&ForwardBatch::one(seq, [3, 4]), &mut state)
+        .unwrap();
     let other = state.create().unwrap();
     state.release(other).unwrap();
     let rows = Tensor::zeros((2, cfg.dim), DType::BF16, &Device::Cpu).unwrap();
-    let image = |start| Chunk { images: vec![ImageSpan { start, rows: rows.clone() }], ..Chunk::text(seq, [3, 4]) };
+    let image = |start| Chunk {
+        images: vec![ImageSpan {
+            start,
+            rows: rows.clone(),
+        }],
+        ..Chunk::text(seq, [3, 4])
+    };
     let bad: Vec<(&str, Vec<Chunk>)> = vec![
         ("token id", vec![Chunk::text(seq, [320])]),
         ("context length", vec![Chunk::text(seq, [3; 15])]),
@@ -113,18 +138,31 @@ fn impossible_batches_are_refused_before_anything_changes() {
         ("slot", vec![Chunk::text(seq, [3]), Chunk::text(seq, [4])]),
     ];
     for (what, chunks) in bad {
-        let batch = ForwardBatch { chunks, ..ForwardBatch::default() };
+        let batch = ForwardBatch {
+            chunks,
+            ..ForwardBatch::default()
+        };
         let err = model.forward(&batch, &mut state).unwrap_err().to_string();
         assert!(err.contains(what), "{what}: {err}");
     }
     assert_eq!(state.token_ids(seq).unwrap(), [3, 4]);
-    model.forward(&ForwardBatch::one(seq, [5]), &mut state).unwrap();
+    model
+        .forward(&ForwardBatch::one(seq, [5]), &mut state)
+        .unwrap();
 }
 
 #[test]
 fn empty_batches_and_chunks_have_empty_results() {
     let model = load(tensors()).unwrap();
-    let mut state = ModelState::new(model.config(), Limits { max_seqs: 3, ..Limits::default() }, &Device::Cpu).unwrap();
+    let mut state = ModelState::new(
+        model.config(),
+        Limits {
+            max_seqs: 3,
+            ..Limits::default()
+        },
+        &Device::Cpu,
+    )
+    .unwrap();
     let out = model.forward(&ForwardBatch::default(), &mut state).unwrap();
     assert_eq!(out.logits.dims(), [0, 320]);
     let (a, b) = (state.create().unwrap(), state.create().unwrap());
@@ -135,22 +173,64 @@ fn empty_batches_and_chunks_have_empty_results() {
     let out = model.forward(&batch, &mut state).unwrap();
     assert_eq!(out.logits.dims(), [1, 320]);
     assert_eq!((state.len(a).unwrap(), state.len(b).unwrap()), (0, 3));
-    let none = ForwardBatch { logits: LogitRows::None, ..ForwardBatch::one(b, [6]) };
-    assert_eq!(model.forward(&none, &mut state).unwrap().logits.dims(), [0, 320]);
+    let none = ForwardBatch {
+        logits: LogitRows::None,
+        ..ForwardBatch::one(b, [6])
+    };
+    assert_eq!(
+        model.forward(&none, &mut state).unwrap().logits.dims(),
+        [0, 320]
+    );
 }
 
 #[test]
 fn states_know_their_limits() {
     let cfg = config();
     let new = |limits| ModelState::new(&cfg, limits, &Device::Cpu);
-    assert!(new(Limits { max_len: 0, ..Limits::default() }).is_err());
-    assert!(new(Limits { max_seqs: 0, ..Limits::default() }).is_err());
-    assert!(new(Limits { max_len: usize::MAX, ..Limits::default() }).is_err());
-    assert!(new(Limits { max_seqs: usize::MAX, ..Limits::default() }).is_err());
-    assert!(new(Limits { max_rollback: usize::MAX, ..Limits::default() }).is_err());
+    assert!(
+        new(Limits {
+            max_len: 0,
+            ..Limits::default()
+        })
+        .is_err()
+    );
+    assert!(
+        new(Limits {
+            max_seqs: 0,
+            ..Limits::default()
+        })
+        .is_err()
+    );
+    assert!(
+        new(Limits {
+            max_len: usize::MAX,
+            ..Limits::default()
+        })
+        .is_err()
+    );
+    assert!(
+        new(Limits {
+            max_seqs: usize::MAX,
+            ..Limits::default()
+        })
+        .is_err()
+    );
+    assert!(
+        new(Limits {
+            max_rollback: usize::MAX,
+            ..Limits::default()
+        })
+        .is_err()
+    );
     let mut state = new(Limits::default()).unwrap();
     let seq = state.create().unwrap();
-    assert!(state.create().unwrap_err().to_string().contains("sequences"));
+    assert!(
+        state
+            .create()
+            .unwrap_err()
+            .to_string()
+            .contains("sequences")
+    );
     state.release(seq).unwrap();
     assert!(state.is_empty() && state.len(seq).is_err());
 }
@@ -164,7 +244,9 @@ fn weights_serve_many_states_from_many_threads() {
     let run = |model: &Transformer| {
         let mut state = ModelState::new(model.config(), Limits::default(), &Device::Cpu).unwrap();
         let seq = state.create().unwrap();
-        let out = model.forward(&ForwardBatch::one(seq, [7, 8, 9]), &mut state).unwrap();
+        let out = model
+            .forward(&ForwardBatch::one(seq, [7, 8, 9]), &mut state)
+            .unwrap();
         out.logits.to_vec2::<f32>().unwrap()
     };
     let alone = run(&model);

@@ -1,5 +1,8 @@
 //! Both dialects of the config, and configs that cannot be.
 
+// Helpers of tests may panic like the tests themselves.
+#![allow(clippy::unwrap_used)]
+
 use deepseek_v41_model::{Config, LayerPlan, LinearDtype};
 use deepseek_v41_moe::ScoreFunc;
 use deepseek_v41_quant::WeightFormat;
@@ -22,10 +25,22 @@ fn both_dialects_of_the_release_are_the_same_model() {
     let (inference, published) = released();
     let (a, b) = (parse(&inference).unwrap(), parse(&published).unwrap());
     assert_eq!(a, b);
-    assert_eq!((a.dim, a.n_layers, a.n_heads, a.n_routed_experts), (5120, 40, 64, 384));
-    assert_eq!((a.dtype, a.expert_dtype), (LinearDtype::Fp8, Some(WeightFormat::Fp4)));
-    assert_eq!((a.score_func, a.swiglu_limit, a.norm_eps), (ScoreFunc::SqrtSoftplus, 10.0, 1e-20));
-    assert_eq!((a.rope_factor, a.original_seq_len, a.max_position_embeddings), (16.0, 65_536, 1 << 20));
+    assert_eq!(
+        (a.dim, a.n_layers, a.n_heads, a.n_routed_experts),
+        (5120, 40, 64, 384)
+    );
+    assert_eq!(
+        (a.dtype, a.expert_dtype),
+        (LinearDtype::Fp8, Some(WeightFormat::Fp4))
+    );
+    assert_eq!(
+        (a.score_func, a.swiglu_limit, a.norm_eps),
+        (ScoreFunc::SqrtSoftplus, 10.0, 1e-20)
+    );
+    assert_eq!(
+        (a.rope_factor, a.original_seq_len, a.max_position_embeddings),
+        (16.0, 65_536, 1 << 20)
+    );
     assert_eq!(a.candidate_source_layer, Some(20));
 }
 
@@ -36,8 +51,14 @@ fn roles_of_the_release() {
     assert_eq!(sources, [(2, 2), (8, 2), (14, 2), (20, 1)]);
     assert_eq!(plan.ratios(), [1, 2]);
     let layers = plan.layers();
-    assert_eq!((layers[0].source, layers[7].source, layers[39].source), (None, Some(0), Some(3)));
-    assert_eq!((layers[1].engram, layers[14].engram, layers[2].engram), (Some(0), Some(1), None));
+    assert_eq!(
+        (layers[0].source, layers[7].source, layers[39].source),
+        (None, Some(0), Some(3))
+    );
+    assert_eq!(
+        (layers[1].engram, layers[14].engram, layers[2].engram),
+        (Some(0), Some(1), None)
+    );
     assert!(layers[39].draft_target && !layers[36].draft_target);
 }
 
@@ -55,9 +76,15 @@ fn a_flat_config_with_published_names_is_understood() {
 #[test]
 fn an_unquantised_published_config_is_bf16() {
     let (_, mut published) = released();
-    published.as_object_mut().unwrap().remove("quantization_config");
+    published
+        .as_object_mut()
+        .unwrap()
+        .remove("quantization_config");
     let config = parse(&published).unwrap();
-    assert_eq!((config.dtype, config.expert_dtype), (LinearDtype::Bf16, None));
+    assert_eq!(
+        (config.dtype, config.expert_dtype),
+        (LinearDtype::Bf16, None)
+    );
 }
 
 #[test]
@@ -122,9 +149,18 @@ fn readers_before_their_source_or_of_another_ratio_are_refused() {
     };
     assert!(parse(&small(json!([0, 2, 2, 1]), json!([1, 3]), json!([1, 3]))).is_ok());
     for (config, what) in [
-        (small(json!([2, 2, 2, 1]), json!([1, 3]), json!([1, 3])), "no source comes before"),
-        (small(json!([0, 2, 1, 1]), json!([1, 3]), json!([1, 3])), "ratio 1"),
-        (small(json!([0, 2, 2, 2]), json!([1, 3]), json!([1])), "must run an indexer"),
+        (
+            small(json!([2, 2, 2, 1]), json!([1, 3]), json!([1, 3])),
+            "no source comes before",
+        ),
+        (
+            small(json!([0, 2, 1, 1]), json!([1, 3]), json!([1, 3])),
+            "ratio 1",
+        ),
+        (
+            small(json!([0, 2, 2, 2]), json!([1, 3]), json!([1])),
+            "must run an indexer",
+        ),
     ] {
         let err = parse(&config).unwrap_err();
         assert!(err.contains(what), "{err}");
@@ -150,10 +186,22 @@ fn published_quantisation_that_is_not_this_models_is_refused() {
 
 #[test]
 fn what_is_not_a_config_is_refused() {
-    for text in ["", "[]", "3", "{\"text_config\": []}", "{\"dim\": 1e999}", "\u{0}"] {
+    for text in [
+        "",
+        "[]",
+        "3",
+        "{\"text_config\": []}",
+        "{\"dim\": 1e999}",
+        "\u{0}",
+    ] {
         assert!(Config::from_json(text).is_err(), "{text:?}");
     }
-    assert!(Config::from_file("no/such/config.json").unwrap_err().to_string().contains("no/such"));
+    assert!(
+        Config::from_file("no/such/config.json")
+            .unwrap_err()
+            .to_string()
+            .contains("no/such")
+    );
 }
 
 proptest! {

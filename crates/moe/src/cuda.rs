@@ -4,15 +4,18 @@
 //! kernels covers any routing. So the host cannot refuse a bad one: a NaN logit selects as torch's top-k
 //! does, and an expert that does not exist is left out.
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{CudaDevice, DType, Device, Tensor};
 use deepseek_v41_core::{
     Comm, Error, Result,
     cuda::{
-        Held, Launch, Out, Ptr, kernels,
+        Held, Launch, Out, Ptr, is_hopper, kernels, multiprocessors,
         ops::{device, supported},
     },
 };
-use deepseek_v41_quant::{Linear, WeightFormat, cuda as quant};
+use deepseek_v41_quant::{
+    Linear, WeightFormat,
+    cuda::{self as quant, Activation},
+};
 use half::bf16;
 
 use crate::{Expert, GateParams, Routing, ScoreFunc};
@@ -138,6 +141,8 @@ pub(crate) struct DeviceExperts {
     count: usize,
     dim: usize,
     inter: usize,
+    /// `[ceil(dim / 128)]` u32, zero between launches.
+    counter: Tensor,
 }
 
 impl DeviceExperts {
@@ -167,7 +172,15 @@ impl DeviceExperts {
             ])
         };
         let format = w1(one).format();
+        let (dim, inter) = (w1(one).in_dim(), w1(one).out_dim());
+        supported(
+            dim.is_multiple_of(32) && inter.is_multiple_of(32),
+            "experts",
+            format!("widths {dim} and {inter}"),
+            "multiples of 32",
+        )?;
         Ok(Some(Self {
+            counter: Tensor::zeros(dim.div_ceil(128), DType::U32, device)?,
             w: all(false)?,
             s: match format {
                 WeightFormat::Fp8 | WeightFormat::Fp4 => Some(all(true)?),
@@ -176,8 +189,8 @@ impl DeviceExperts {
             format,
             first,
             count: experts.len(),
-            dim: w1(one).in_dim(),
-            inter: w1(one).out_dim(),
+            dim,
+            inter,
         }))
     }
 
@@ -193,82 +206,294 @@ impl DeviceExperts {
         }
     }
 
-    /// The outputs of every (token, slot) pair and where each went: `y: [P, dim]`, `inverse: [P]`.
-    ///
-    /// `xs: [T, dim]` bf16 holds what the products take: quantised values for fp8 and fp4.
-    fn run(&self, xs: &Tensor, routing: &Routing, limit: f32) -> Result<(Out<bf16>, Out<i32>)> {
-        const OP: &str = "experts";
-        let dev = device(xs)?;
-        let (dim, inter, n) = (self.dim, self.inter, self.count);
-        let rule = "multiples of 32";
-        supported(
-            dim.is_multiple_of(32) && inter.is_multiple_of(32),
-            OP,
-            format!("{dim}, {inter}"),
-            rule,
-        )?;
-        let (t, k) = routing.experts.dims2()?;
-        let pairs = t * k;
-        let max_tiles = pairs.min(n + pairs / TILE);
-        let order = Out::<i32>::new(dev, pairs)?;
-        let inverse = Out::<i32>::new(dev, pairs)?;
-        let tiles = Out::<i32>::new(dev, 4 * max_tiles)?;
-        let count = Out::<i32>::new(dev, 1)?;
-        let chosen = Held::new(&routing.experts, OP).ptr::<u32>()?;
+    /// The outputs of every (token, slot) pair and where each went: `y: [places, dim]`, `inverse: [P]`.
+    fn run(&self, xs: &Activation, routing: &Routing, limit: f32) -> Result<(Out<bf16>, Out<i32>)> {
+        let dev = device(&xs.values)?;
+        let (t, _) = routing.experts.dims2()?;
+        let hopper = self.format == WeightFormat::Fp4 && is_hopper(dev)?;
+        match &xs.codes {
+            Some((codes, scales)) if hopper => self.few(dev, codes, scales, routing, limit),
+            _ if hopper && t > quant::FEW_CODED => self.many(dev, &xs.values, routing, limit),
+            _ => self.any(dev, &xs.values, routing, limit),
+        }
+    }
+
+    /// Sorts the pairs by expert and cuts each expert's run, which begins at a multiple of `align`, into
+    /// tiles of at most `tile`.
+    fn group(
+        &self,
+        dev: &CudaDevice,
+        routing: &Routing,
+        tile: usize,
+        align: usize,
+    ) -> Result<Grouped> {
+        const OP: &str = "group_tokens";
+        let n = self.count;
+        let pairs = routing.experts.elem_count();
+        let places = pairs + pairs.min(n) * (align - 1);
+        let max_tiles = pairs.min(n + pairs / tile);
+        let grouped = Grouped {
+            order: Out::new(dev, places)?,
+            inverse: Out::new(dev, pairs)?,
+            tiles: Out::new(dev, 4 * max_tiles)?,
+            count: Out::new(dev, 1)?,
+            places,
+            max_tiles,
+        };
         let launch = Launch::new(dev, kernels::GROUP_TOKENS, "group_tokens")
-            .ptr(chosen)
-            .ptr(order.ptr())
-            .ptr(inverse.ptr())
-            .ptr(tiles.ptr())
-            .ptr(count.ptr())
+            .ptr(Held::new(&routing.experts, OP).ptr::<u32>()?)
+            .ptr(grouped.order.ptr())
+            .ptr(grouped.inverse.ptr())
+            .ptr(grouped.tiles.ptr())
+            .ptr(grouped.count.ptr())
             .int(pairs)
             .u32(self.first as u32)
             .int(n)
-            .int(TILE);
+            .int(tile)
+            .int(align);
         let shared = (4 * (17 * n + 1)).max(8 * pairs.min(512));
-        // SAFETY: `pairs` experts in, as many places out; at most `max_tiles` tiles whatever the routing.
+        // SAFETY: `pairs` experts in, `places` out; at most `max_tiles` tiles whatever the routing.
         unsafe { launch.launch((1, 1, 1), 512, shared)? };
+        Ok(grouped)
+    }
 
+    fn weight(&self, i: usize) -> Result<Ptr<'_>> {
+        Held::new(&self.w[i], "experts").ptr::<u8>()
+    }
+
+    /// Null for formats without scales.
+    fn scale(&self, i: usize) -> Result<Ptr<'_>> {
+        match &self.s {
+            Some(s) => Held::new(&s[i], "experts").ptr::<u8>(),
+            None => Ok(Ptr::NULL),
+        }
+    }
+
+    /// Any format, any device, any number of tokens.
+    fn any(
+        &self,
+        dev: &CudaDevice,
+        xs: &Tensor,
+        routing: &Routing,
+        limit: f32,
+    ) -> Result<(Out<bf16>, Out<i32>)> {
+        const OP: &str = "experts";
+        let (dim, inter) = (self.dim, self.inter);
+        let g = self.group(dev, routing, TILE, 1)?;
         let [up, down] = self.kernels()?;
-        let h = Out::<bf16>::new(dev, pairs * inter)?;
-        let y = Out::<bf16>::new(dev, pairs * dim)?;
-        let weight = |i: usize| Held::new(&self.w[i], OP).ptr::<u8>();
-        let scale = |i: usize| {
-            self.s
-                .as_ref()
-                .map(|s| Held::new(&s[i], OP).ptr::<u8>())
-                .transpose()
-        };
+        let h = Out::<bf16>::new(dev, g.places * inter)?;
+        let y = Out::<bf16>::new(dev, g.places * dim)?;
         let launch = Launch::new(dev, kernels::EXPERTS, up)
             .ptr(Held::new(xs, OP).ptr::<bf16>()?)
-            .ptr(order.ptr())
-            .ptr(tiles.ptr())
-            .ptr(count.ptr())
+            .ptr(g.order.ptr())
+            .ptr(g.tiles.ptr())
+            .ptr(g.count.ptr())
             .ptr(Held::new(&routing.weights, OP).ptr::<f32>()?)
-            .ptr(weight(0)?)
-            .maybe(scale(0)?)
-            .ptr(weight(2)?)
-            .maybe(scale(2)?)
+            .ptr(self.weight(0)?)
+            .ptr(self.scale(0)?)
+            .ptr(self.weight(2)?)
+            .ptr(self.scale(2)?)
             .ptr(h.ptr())
             .int(dim)
             .int(inter)
-            .int(k)
+            .int(routing.experts.dim(1)?)
             .f32(limit);
-        // SAFETY: weights of `n` experts as their format has them, h [pairs, inter]; 32 units a block.
-        unsafe { launch.launch((inter / 32, max_tiles, 1), 256, 0)? };
+        // SAFETY: all experts' weights as their format has them, h [places, inter]; 32 units a block.
+        unsafe { launch.launch((inter / 32, g.max_tiles, 1), 256, 0)? };
         let launch = Launch::new(dev, kernels::EXPERTS, down)
             .ptr(h.ptr())
-            .ptr(tiles.ptr())
-            .ptr(count.ptr())
-            .ptr(weight(1)?)
-            .maybe(scale(1)?)
+            .ptr(g.tiles.ptr())
+            .ptr(g.count.ptr())
+            .ptr(self.weight(1)?)
+            .ptr(self.scale(1)?)
             .ptr(y.ptr())
             .int(dim)
             .int(inter);
-        // SAFETY: h [pairs, inter], y [pairs, dim]; 32 rows a block.
-        unsafe { launch.launch((dim.div_ceil(32), max_tiles, 1), 192, 0)? };
-        Ok((y, inverse))
+        // SAFETY: h [places, inter], y [places, dim]; 32 rows a block.
+        unsafe { launch.launch((dim.div_ceil(32), g.max_tiles, 1), 192, 0)? };
+        Ok((y, g.inverse))
     }
+
+    /// fp4 on Hopper: codes meet the tensor core as they are.
+    fn few(
+        &self,
+        dev: &CudaDevice,
+        codes: &Tensor,
+        scales: &Tensor,
+        routing: &Routing,
+        limit: f32,
+    ) -> Result<(Out<bf16>, Out<i32>)> {
+        const OP: &str = "experts";
+        let (dim, inter) = (self.dim, self.inter);
+        let g = self.group(dev, routing, TILE, 1)?;
+        let hc = Out::<u8>::new(dev, g.places * inter)?;
+        let hs = Out::<u8>::new(dev, g.places * inter / 32)?;
+        let y = Out::<bf16>::new(dev, g.places * dim)?;
+        let launch = Launch::new(dev, kernels::EXPERTS_FEW_SM90, "experts_few_up")
+            .ptr(Held::new(codes, OP).ptr::<u8>()?)
+            .ptr(Held::new(scales, OP).ptr::<u8>()?)
+            .ptr(g.order.ptr())
+            .ptr(g.tiles.ptr())
+            .ptr(g.count.ptr())
+            .ptr(Held::new(&routing.weights, OP).ptr::<f32>()?)
+            .ptr(self.weight(0)?)
+            .ptr(self.scale(0)?)
+            .ptr(self.weight(2)?)
+            .ptr(self.scale(2)?)
+            .ptr(hc.ptr())
+            .ptr(hs.ptr())
+            .int(dim)
+            .int(inter)
+            .int(routing.experts.dim(1)?)
+            .f32(limit);
+        let shared = |k: usize| 3 * 18_432 + 288 * (k / 32).next_multiple_of(8) + 128;
+        // SAFETY: codes [T, dim] with their scales, all experts' weights, h [places, inter]; 64 units a
+        // block.
+        unsafe { launch.launch((inter.div_ceil(64), g.max_tiles, 1), 256, shared(dim))? };
+        let launch = Launch::new(dev, kernels::EXPERTS_FEW_SM90, "experts_few_down")
+            .ptr(hc.ptr())
+            .ptr(hs.ptr())
+            .ptr(g.tiles.ptr())
+            .ptr(g.count.ptr())
+            .ptr(self.weight(1)?)
+            .ptr(self.scale(1)?)
+            .ptr(y.ptr())
+            .int(dim)
+            .int(inter);
+        // SAFETY: h [places, inter], y [places, dim]; 128 rows a block.
+        unsafe { launch.launch((dim.div_ceil(128), g.max_tiles, 1), 256, shared(inter))? };
+        Ok((y, g.inverse))
+    }
+
+    /// fp4 on Hopper at the rate of the bf16 tensor core: tokens are first laid out as its shared memory
+    /// takes them.
+    fn many(
+        &self,
+        dev: &CudaDevice,
+        xs: &Tensor,
+        routing: &Routing,
+        limit: f32,
+    ) -> Result<(Out<bf16>, Out<i32>)> {
+        const OP: &str = "experts";
+        let (dim, inter) = (self.dim, self.inter);
+        let g = self.group(dev, routing, 128, 8)?;
+        let (padded, width) = (g.places.next_multiple_of(8), dim.next_multiple_of(128));
+        let tiled = Out::<bf16>::new(dev, padded * width)?;
+        let launch = Launch::new(dev, kernels::ACT_QUANT, "act_quant_tiled")
+            .ptr(Held::new(xs, OP).ptr::<bf16>()?)
+            .ptr(g.order.ptr())
+            .int(routing.experts.dim(1)?)
+            .ptr(tiled.ptr())
+            .int(dim)
+            .long(dim)
+            .long(padded)
+            .int(1)
+            .int(0);
+        // SAFETY: places name pairs of tokens of `xs`, or nothing; a block a place, which it holds.
+        unsafe { launch.launch((g.places, 1, 1), 256, 2 * width)? };
+        let h = Out::<bf16>::new(dev, padded * inter.next_multiple_of(128))?;
+        let y = Out::<bf16>::new(dev, padded * dim)?;
+        let sms = multiprocessors(dev)?;
+        let shared = 4 * 32_768 + 128 * 272 + 1024;
+        let launch = Launch::new(dev, kernels::EXPERTS_MANY_SM90, "experts_many_up")
+            .ptr(tiled.ptr())
+            .ptr(g.order.ptr())
+            .ptr(g.tiles.ptr())
+            .ptr(g.count.ptr())
+            .ptr(Held::new(&routing.weights, OP).ptr::<f32>()?)
+            .ptr(self.weight(0)?)
+            .ptr(self.scale(0)?)
+            .ptr(self.weight(2)?)
+            .ptr(self.scale(2)?)
+            .ptr(h.ptr())
+            .int(dim)
+            .int(inter)
+            .long(padded)
+            .f32(limit);
+        // SAFETY: both tiled matrices have `padded` rows; what places without a pair hold is not used.
+        unsafe { launch.launch((sms, 1, 1), 384, shared)? };
+        let launch = Launch::new(dev, kernels::EXPERTS_MANY_SM90, "experts_many_down")
+            .ptr(h.ptr())
+            .ptr(g.tiles.ptr())
+            .ptr(g.count.ptr())
+            .ptr(self.weight(1)?)
+            .ptr(self.scale(1)?)
+            .ptr(y.ptr())
+            .int(dim)
+            .int(inter)
+            .long(padded);
+        // SAFETY: as above; y [padded, dim].
+        unsafe { launch.launch((sms, 1, 1), 384, shared)? };
+        Ok((y, g.inverse))
+    }
+
+    /// One token on Hopper, all experts here: no grouping, and the shared expert's output added.
+    fn one(
+        &self,
+        dev: &CudaDevice,
+        (codes, scales): (&Tensor, &Tensor),
+        routing: &Routing,
+        common: &Tensor,
+        limit: f32,
+    ) -> Result<Tensor> {
+        const OP: &str = "experts";
+        let (dim, inter, n) = (self.dim, self.inter, self.count);
+        let k = routing.experts.dim(1)?;
+        let chosen = Held::new(&routing.experts, OP).ptr::<u32>()?;
+        let hc = Out::<u8>::new(dev, k * inter)?;
+        let hs = Out::<u8>::new(dev, k * inter / 32)?;
+        let y = Out::<bf16>::new(dev, k * dim)?;
+        let out = Out::<bf16>::new(dev, dim)?;
+        let launch = Launch::new(dev, kernels::EXPERTS_FEW_SM90, "experts_one_up")
+            .ptr(Held::new(codes, OP).ptr::<u8>()?)
+            .ptr(Held::new(scales, OP).ptr::<u8>()?)
+            .ptr(chosen)
+            .ptr(Held::new(&routing.weights, OP).ptr::<f32>()?)
+            .ptr(self.weight(0)?)
+            .ptr(self.scale(0)?)
+            .ptr(self.weight(2)?)
+            .ptr(self.scale(2)?)
+            .ptr(hc.ptr())
+            .ptr(hs.ptr())
+            .int(dim)
+            .int(inter)
+            .u32(self.first as u32)
+            .int(n)
+            .f32(limit);
+        let shared = |k: usize| 5 * 18_432 + 36 * (k / 32).next_multiple_of(8) + 128;
+        // SAFETY: one token's codes and scales, all experts' weights, h [k, inter]; 64 units a block.
+        unsafe { launch.launch((inter.div_ceil(64), k, 1), 256, shared(dim))? };
+        let launch = Launch::new(dev, kernels::EXPERTS_FEW_SM90, "experts_one_down")
+            .ptr(hc.ptr())
+            .ptr(hs.ptr())
+            .ptr(chosen)
+            .ptr(self.weight(1)?)
+            .ptr(self.scale(1)?)
+            .ptr(y.ptr())
+            .ptr(Held::new(common, OP).ptr::<bf16>()?)
+            .ptr(out.ptr())
+            .ptr(Held::new(&self.counter, OP).ptr::<u32>()?)
+            .int(dim)
+            .int(inter)
+            .u32(self.first as u32)
+            .int(n);
+        // SAFETY: y [k, dim], out [dim]; the counter is zero, as every launch leaves it, and launches are
+        // ordered by the stream.
+        unsafe { launch.launch((dim.div_ceil(128), k, 1), 256, shared(inter))? };
+        out.into_tensor((1, dim))
+    }
+}
+
+/// (token, slot) pairs by expert, on the device.
+struct Grouped {
+    /// `[places]`: the pair at each place, -1 where there is none.
+    order: Out<i32>,
+    /// `[P]`: the place of each pair, -1 for another rank's.
+    inverse: Out<i32>,
+    tiles: Out<i32>,
+    count: Out<i32>,
+    places: usize,
+    max_tiles: usize,
 }
 
 /// Codes (or values) and scales of a layer, as stored; fp8 scales in tiles of 32.
@@ -286,15 +511,15 @@ fn stored(linear: &Linear) -> Result<(std::borrow::Cow<'_, [u8]>, std::borrow::C
 }
 
 /// What the layer's products take for `xs`.
-fn input(format: WeightFormat, xs: &Tensor) -> Result<Tensor> {
+fn input(format: WeightFormat, xs: &Tensor) -> Result<Activation> {
     match format {
-        WeightFormat::Fp8 | WeightFormat::Fp4 => quant::act_quant_values(xs),
-        WeightFormat::Bf16 | WeightFormat::F32 => Ok(xs.contiguous()?),
+        WeightFormat::Fp8 | WeightFormat::Fp4 => Activation::new(xs),
+        WeightFormat::Bf16 | WeightFormat::F32 => Ok(Activation::plain(xs.contiguous()?)),
     }
 }
 
 /// One expert over all tokens: `xs: [T, dim]`, prepared by [`input`].
-fn expert(expert: &Expert, xs: &Tensor) -> Result<Tensor> {
+fn expert(expert: &Expert, xs: &Activation) -> Result<Tensor> {
     const OP: &str = "swiglu";
     let [w1, w2, w3] = Expert::LINEARS.map(|part| part(expert));
     let (gate, up) = (quant::quantised(w1, xs)?, quant::quantised(w3, xs)?);
@@ -307,28 +532,45 @@ fn expert(expert: &Expert, xs: &Tensor) -> Result<Tensor> {
         "widths of multiples of 32",
     )?;
     let units = gate.elem_count() / 8;
-    let h = Out::<bf16>::new(dev, gate.elem_count())?;
+    let n = gate.elem_count();
+    let h = Out::<bf16>::new(dev, n)?;
     let coded = matches!(w2.format(), WeightFormat::Fp8 | WeightFormat::Fp4);
     let (plain, fake) = if coded {
         (Ptr::NULL, h.ptr())
     } else {
         (h.ptr(), Ptr::NULL)
     };
+    let wanted = coded && Activation::takes_codes(dev, n / inter)?;
+    let codes = wanted.then(|| Out::<u8>::new(dev, n)).transpose()?;
+    let scales = wanted.then(|| Out::<u8>::new(dev, n / 32)).transpose()?;
     let launch = Launch::new(dev, kernels::SWIGLU, "swiglu")
         .ptr(Held::new(&gate, OP).ptr::<bf16>()?)
         .ptr(Held::new(&up, OP).ptr::<bf16>()?)
         .ptr(Ptr::NULL)
         .ptr(plain)
         .ptr(fake)
-        .ptr(Ptr::NULL)
-        .ptr(Ptr::NULL)
+        .maybe(codes.as_ref().map(Out::ptr))
+        .maybe(scales.as_ref().map(Out::ptr))
         .long(units)
         .int(inter)
         .long(inter)
         .f32(expert.limit());
-    // SAFETY: [T, inter] in and out; a thread takes eight elements.
+    // SAFETY: [T, inter] in and out, a scale for 32; a thread takes eight elements.
     unsafe { launch.launch((units.div_ceil(256), 1, 1), 256, 0)? };
-    quant::quantised(w2, &h.into_tensor(gate.shape())?)
+    let codes = match (codes, scales) {
+        (Some(codes), Some(scales)) => Some((
+            codes.into_tensor(gate.shape())?,
+            scales.into_tensor((n / inter, inter / 32))?,
+        )),
+        _ => None,
+    };
+    quant::quantised(
+        w2,
+        &Activation {
+            values: h.into_tensor(gate.shape())?,
+            codes,
+        },
+    )
 }
 
 /// Routed and shared experts of `xs: [T, dim]`.
@@ -359,8 +601,13 @@ pub(crate) fn moe(
         weights: routing.weights.contiguous()?,
         experts: routing.experts.contiguous()?,
     };
-    let (y, inverse) = experts.run(&values, &routing, shared.limit())?;
     let ranks = comm.world_size() > 1;
+    if let (1, false, WeightFormat::Fp4, Some((codes, scales))) =
+        (t, ranks, experts.format, &values.codes)
+    {
+        return experts.one(dev, (codes, scales), &routing, &common, shared.limit());
+    }
+    let (y, inverse) = experts.run(&values, &routing, shared.limit())?;
     let out = (!ranks)
         .then(|| Out::<bf16>::new(dev, t * dim))
         .transpose()?;

@@ -110,6 +110,10 @@ impl GroupedLinear {
                 ),
             ));
         }
+        #[cfg(feature = "cuda")]
+        if xs.device().is_cuda() {
+            return crate::cuda::grouped(self, &self.weight, xs);
+        }
         Ok(xs.contiguous()?.apply_op1_no_bwd(&GroupedOp(self))?)
     }
 

@@ -1,5 +1,8 @@
 #![doc = include_str!("../README.md")]
+#![deny(clippy::print_stdout, clippy::print_stderr)]
 
+#[cfg(feature = "cuda")]
+pub mod cuda;
 pub mod formats;
 mod grouped;
 mod linear;

@@ -63,7 +63,8 @@ impl Linear {
     ///
     /// # Errors
     /// [`Error::Weight`] for a missing tensor or another dtype or shape; [`Error::Config`] when
-    /// `in_dim` is not a multiple of 32 in a quantised format; [`Error::Unsupported`] off the CPU.
+    /// `in_dim` is not a multiple of 32 in a quantised format; [`Error::Unsupported`] off the CPU without
+    /// the feature `cuda`, [`Error::Device`] when a GPU's memory is full.
     pub fn new(
         in_dim: usize,
         out_dim: usize,
@@ -139,6 +140,10 @@ impl Linear {
                     self.in_dim()
                 ),
             ));
+        }
+        #[cfg(feature = "cuda")]
+        if xs.device().is_cuda() {
+            return crate::cuda::linear(self, xs);
         }
         Ok(xs.contiguous()?.apply_op1_no_bwd(&LinearOp(self))?)
     }

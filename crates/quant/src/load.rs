@@ -1,6 +1,7 @@
 //! From a checkpoint to weights: which tensors a format consists of, and how they split over ranks.
 
 use bytes::Bytes;
+use candle_core::Device;
 use deepseek_v41_core::{
     Error, Result, Shard, StoredDtype, VarBuilder, WeightError,
     cpu::{Bf16Rows, F32Rows},
@@ -26,7 +27,17 @@ pub(crate) fn linear(
     vb: &VarBuilder,
     shard: Shard,
 ) -> Result<Linear> {
-    on_cpu(vb)?;
+    on_device(stored(in_dim, out_dim, format, vb, shard)?, vb.device())
+}
+
+/// The layer as its file has it.
+fn stored(
+    in_dim: usize,
+    out_dim: usize,
+    format: WeightFormat,
+    vb: &VarBuilder,
+    shard: Shard,
+) -> Result<Linear> {
     match format {
         WeightFormat::Bf16 => {
             let (rows, cols, bytes) =
@@ -113,7 +124,6 @@ pub(crate) fn grouped(
     vb: &VarBuilder,
     shard: Shard,
 ) -> Result<Linear> {
-    on_cpu(vb)?;
     if vb.weights().get(&vb.full_name("weight"))?.dtype == StoredDtype::BF16 {
         return linear(in_dim, out_dim, WeightFormat::Bf16, vb, shard);
     }
@@ -124,9 +134,8 @@ pub(crate) fn grouped(
     } else {
         FP8_TILE
     };
-    Ok(Linear::Fp8(
-        fp8(in_dim, out_dim, tile, vb, shard)?.rounded_to_bf16(),
-    ))
+    let weight = fp8(in_dim, out_dim, tile, vb, shard)?.rounded_to_bf16();
+    on_device(Linear::Fp8(weight), vb.device())
 }
 
 fn plain(
@@ -166,11 +175,18 @@ fn divides(vb: &VarBuilder, what: &str, dim: usize, by: usize) -> Result<()> {
     ))
 }
 
-fn on_cpu(vb: &VarBuilder) -> Result<()> {
-    if vb.device().is_cpu() {
-        return Ok(());
+/// On a GPU with a copy of the weight there. The stored bytes stay: normally they are a mapped file.
+#[cfg(feature = "cuda")]
+fn on_device(linear: Linear, device: &Device) -> Result<Linear> {
+    crate::cuda::upload(linear, device)
+}
+
+#[cfg(not(feature = "cuda"))]
+fn on_device(linear: Linear, device: &Device) -> Result<Linear> {
+    if device.is_cpu() {
+        return Ok(linear);
     }
     Err(Error::Unsupported {
-        what: "linear layers off the CPU in this build".to_owned(),
+        what: "linear layers off the CPU: build with `--features cuda`".to_owned(),
     })
 }

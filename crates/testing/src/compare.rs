@@ -4,12 +4,20 @@ use half::bf16;
 /// but NaN.
 pub fn bf16_ulp_distance(a: bf16, b: bf16) -> u32 {
     if a.is_nan() || b.is_nan() {
-        return if a.is_nan() && b.is_nan() { 0 } else { u32::MAX };
+        return if a.is_nan() && b.is_nan() {
+            0
+        } else {
+            u32::MAX
+        };
     }
     // Maps the sign-magnitude bits to a line on which neighbours differ by one.
     let line = |v: bf16| {
         let bits = i32::from(v.to_bits());
-        if bits & 0x8000 != 0 { -(bits & 0x7fff) } else { bits }
+        if bits & 0x8000 != 0 {
+            -(bits & 0x7fff)
+        } else {
+            bits
+        }
     };
     line(a).abs_diff(line(b))
 }
@@ -18,9 +26,17 @@ pub fn bf16_ulp_distance(a: bf16, b: bf16) -> u32 {
 pub fn rel_rms(a: &[f32], b: &[f32]) -> f64 {
     assert_eq!(a.len(), b.len());
     let sq = |v: f64| v * v;
-    let diff: f64 = a.iter().zip(b).map(|(a, b)| sq(f64::from(*a) - f64::from(*b))).sum();
+    let diff: f64 = a
+        .iter()
+        .zip(b)
+        .map(|(a, b)| sq(f64::from(*a) - f64::from(*b)))
+        .sum();
     let norm: f64 = b.iter().map(|b| sq(f64::from(*b))).sum();
-    if diff == 0.0 { 0.0 } else { (diff / norm).sqrt() }
+    if diff == 0.0 {
+        0.0
+    } else {
+        (diff / norm).sqrt()
+    }
 }
 
 /// Every `|a - b| <= atol + rtol * |b|`, with `b` the expected values; NaN only where both are.

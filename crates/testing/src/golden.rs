@@ -25,13 +25,20 @@ impl Golden {
         let file = SafeTensors::deserialize(&bytes).expect("golden files are valid safetensors");
         let tensors = file
             .iter()
-            .map(|(k, t)| (k.to_owned(), (t.dtype(), t.shape().to_vec(), t.data().to_vec())))
+            .map(|(k, t)| {
+                (
+                    k.to_owned(),
+                    (t.dtype(), t.shape().to_vec(), t.data().to_vec()),
+                )
+            })
             .collect();
         Self { tensors }
     }
 
     fn get(&self, key: &str) -> &(Dtype, Vec<usize>, Vec<u8>) {
-        self.tensors.get(key).unwrap_or_else(|| panic!("no golden tensor `{key}`"))
+        self.tensors
+            .get(key)
+            .unwrap_or_else(|| panic!("no golden tensor `{key}`"))
     }
 
     /// Whether the file has this tensor.
@@ -60,7 +67,10 @@ impl Golden {
     pub fn bf16(&self, key: &str) -> Vec<bf16> {
         let (dtype, _, bytes) = self.get(key);
         assert_eq!(*dtype, Dtype::BF16, "{key}");
-        bytes.chunks_exact(2).map(|b| bf16::from_le_bytes([b[0], b[1]])).collect()
+        bytes
+            .chunks_exact(2)
+            .map(|b| bf16::from_le_bytes([b[0], b[1]]))
+            .collect()
     }
 
     /// An F32 tensor, or a BF16 one widened.

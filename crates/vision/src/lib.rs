@@ -1,4 +1,5 @@
 #![doc = include_str!("../README.md")]
+#![deny(clippy::print_stdout, clippy::print_stderr)]
 
 #[macro_use]
 mod simd;

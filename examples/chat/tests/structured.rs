@@ -1,5 +1,8 @@
 //! Constrained text: whatever is sampled, and also when guesses are taken back.
 
+// Helpers of tests may panic like the tests themselves.
+#![allow(clippy::unwrap_used)]
+
 use deepseek_v41::{
     DeepSeekV41, Event, FinishReason, GenerateOptions, SamplingParams, Speculation,
     grammar::Grammar,

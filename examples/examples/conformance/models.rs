@@ -78,8 +78,18 @@ fn checks(
         unit: "relative rms".into(),
     };
     let mut checks = vec![
-        rms("logits of every step", &distance.logits, "logits_rel_rms", floors.0),
-        rms("layers of the prefill", &prefill, "prefill_rel_rms", floors.1),
+        rms(
+            "logits of every step",
+            &distance.logits,
+            "logits_rel_rms",
+            floors.0,
+        ),
+        rms(
+            "layers of the prefill",
+            &prefill,
+            "prefill_rel_rms",
+            floors.1,
+        ),
     ];
     let differing = |(equal, all): (usize, usize)| 1.0 - equal as f64 / all.max(1) as f64;
     let (own, other) = (distance.decode_selections, distance.other_selections);

@@ -200,9 +200,11 @@ impl<'a> Drafts<'a> {
         case: &str,
     ) -> Result<Option<Self>> {
         let key = format!("{case}.draft_confidence");
-        let (Ok(head), false, true) =
-            (model.draft_head(), run.draft_ids.is_empty(), saved.contains(&key))
-        else {
+        let (Ok(head), false, true) = (
+            model.draft_head(),
+            run.draft_ids.is_empty(),
+            saved.contains(&key),
+        ) else {
             return Ok(None);
         };
         Ok(Some(Self {
@@ -233,14 +235,24 @@ impl<'a> Drafts<'a> {
         let Some(want) = self.recorded.get(step - 1).and_then(|ids| ids.get(1..)) else {
             return Ok(());
         };
-        let same = draft.tokens.iter().zip(want).take_while(|(a, b)| a == b).count();
+        let same = draft
+            .tokens
+            .iter()
+            .zip(want)
+            .take_while(|(a, b)| a == b)
+            .count();
         self.rounds += 1;
         self.equal_rounds += usize::from(same == want.len());
         self.drafts += want.len();
         self.in_prefix += same;
-        let confidence = self.confidence.chunks(want.len()).nth(step - 1).unwrap_or(&[]);
+        let confidence = self
+            .confidence
+            .chunks(want.len())
+            .nth(step - 1)
+            .unwrap_or(&[]);
         let pairs = draft.confidence.iter().zip(confidence);
-        self.distances.extend(pairs.map(|(a, b)| f64::from((a - b).abs())));
+        self.distances
+            .extend(pairs.map(|(a, b)| f64::from((a - b).abs())));
         Ok(())
     }
 
@@ -250,11 +262,25 @@ impl<'a> Drafts<'a> {
         let n = self.distances.len();
         let median = self.distances.get(n / 2).copied().unwrap_or(f64::NAN);
         let (rounds, drafts) = (self.rounds, self.drafts);
-        let (by_round, by_draft) =
-            (differing(self.equal_rounds, rounds), differing(self.in_prefix, drafts));
+        let (by_round, by_draft) = (
+            differing(self.equal_rounds, rounds),
+            differing(self.in_prefix, drafts),
+        );
         vec![
-            check("rounds of drafts", rounds, by_round, TINY_DRAFT_ROUNDS, "share differing"),
-            check("drafts in equal prefixes", drafts, by_draft, TINY_DRAFTS, "share behind"),
+            check(
+                "rounds of drafts",
+                rounds,
+                by_round,
+                TINY_DRAFT_ROUNDS,
+                "share differing",
+            ),
+            check(
+                "drafts in equal prefixes",
+                drafts,
+                by_draft,
+                TINY_DRAFTS,
+                "share behind",
+            ),
             check("confidence, median", n, median, TINY_CONFIDENCE, "absolute"),
         ]
     }

@@ -73,6 +73,10 @@ pub fn compress(
             ));
         }
     }
+    #[cfg(feature = "cuda")]
+    if kv.device().is_cuda() {
+        return crate::cuda::compress(kv, score, pending, group_src, ratio, None);
+    }
     let op = Compress {
         pending,
         group_src,

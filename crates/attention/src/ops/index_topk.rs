@@ -198,6 +198,20 @@ pub(super) fn run(
             with_blocks(c, |blocks| check_blocks(&blocks))?;
         }
     }
+    #[cfg(feature = "cuda")]
+    if q.device().is_cuda() {
+        let Wanted {
+            k,
+            topk_blocks,
+            block,
+        } = wanted;
+        let wanted = crate::cuda::Wanted {
+            k,
+            topk_blocks,
+            block,
+        };
+        return crate::cuda::index_topk(q, weights, keys, spans, &wanted, candidates);
+    }
     let op = IndexTopk {
         spans,
         wanted,

@@ -109,6 +109,10 @@ pub fn sparse_attn(
             )));
         }
     }
+    #[cfg(feature = "cuda")]
+    if q.device().is_cuda() {
+        return crate::cuda::sparse_attn(q, scopes, sink, scale);
+    }
     if q.device().is_cpu() {
         with_rows(scopes, dim, |rows| check_indices(rows, dim))?;
     }

@@ -107,6 +107,20 @@ impl InplaceOp3 for WriteRows {
         }
         Ok(())
     }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        pool: &mut candle_core::CudaStorage,
+        pool_layout: &Layout,
+        rows: &candle_core::CudaStorage,
+        rows_layout: &Layout,
+        slots: &candle_core::CudaStorage,
+        slots_layout: &Layout,
+    ) -> candle_core::Result<()> {
+        crate::cuda::write_rows(pool, pool_layout, rows, rows_layout, slots, slots_layout)?;
+        Ok(())
+    }
 }
 
 /// [`write_rows`] over slices; slots other than -1 must be rows of the pool.

@@ -27,13 +27,23 @@ impl ThreadComm {
             slots: Mutex::new(vec![None; world_size]),
             barrier: Barrier::new(world_size),
         });
-        (0..world_size).map(|rank| Self { rank, shared: shared.clone() }).collect()
+        (0..world_size)
+            .map(|rank| Self {
+                rank,
+                shared: shared.clone(),
+            })
+            .collect()
     }
 
     /// Every rank's tensor. The second barrier keeps a fast rank from overwriting its slot in the
     /// next call while a slow one still reads.
     fn exchange(&self, xs: &Tensor) -> Result<Vec<Tensor>> {
-        let lock = || self.shared.slots.lock().unwrap_or_else(PoisonError::into_inner);
+        let lock = || {
+            self.shared
+                .slots
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+        };
         lock()[self.rank] = Some(xs.clone());
         self.shared.barrier.wait();
         let all: Option<Vec<Tensor>> = lock().iter().cloned().collect();
@@ -48,7 +58,11 @@ impl Comm for ThreadComm {
     }
 
     fn world_size(&self) -> usize {
-        self.shared.slots.lock().unwrap_or_else(PoisonError::into_inner).len()
+        self.shared
+            .slots
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .len()
     }
 
     fn all_reduce_sum(&self, xs: &Tensor) -> Result<Tensor> {

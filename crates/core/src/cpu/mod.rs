@@ -20,8 +20,8 @@ pub use convert::{round_bf16, widen, widen_slice};
 pub use dot::{LANES, dot, dot_ref, dot_with, sum_lanes};
 pub use isa::Isa;
 pub use matmul::{
-    FEW_INPUTS, Lanes, Magnitudes, Stretch, WeightRows, accumulate_by_decoding, grouped_matmul_bf16, matmul,
-    matmul_bf16, matmul_with,
+    FEW_INPUTS, Lanes, Magnitudes, Stretch, WeightRows, accumulate_by_decoding,
+    grouped_matmul_bf16, matmul, matmul_bf16, matmul_with,
 };
 pub use rows::{Bf16Rows, F32Rows};
 pub use scratch::with_scratch;

@@ -1,6 +1,7 @@
 //! Weights that are stored as plain numbers.
 
 use bytes::Bytes;
+use candle_core::Tensor;
 
 use super::{FEW_INPUTS, Isa, Lanes, Stretch, WeightRows, accumulate_by_decoding};
 #[cfg(target_arch = "x86_64")]
@@ -15,6 +16,7 @@ pub struct Bf16Rows {
     bytes: Bytes,
     rows: usize,
     cols: usize,
+    device: Option<Tensor>,
 }
 
 /// f32 weights as stored: little-endian, row-major `[rows, cols]`.
@@ -23,6 +25,7 @@ pub struct F32Rows {
     bytes: Bytes,
     rows: usize,
     cols: usize,
+    device: Option<Tensor>,
 }
 
 impl Bf16Rows {
@@ -32,12 +35,24 @@ impl Bf16Rows {
             bytes,
             rows,
             cols,
+            device: None,
         })
     }
 
     /// The stored bytes.
     pub fn bytes(&self) -> &Bytes {
         &self.bytes
+    }
+
+    /// With a copy of the weight on a GPU, `[rows, cols]` bf16 or f32; the bytes stay where they are.
+    #[must_use]
+    pub fn with_device(self, device: Option<Tensor>) -> Self {
+        Self { device, ..self }
+    }
+
+    /// The copy on a GPU.
+    pub fn device(&self) -> Option<&Tensor> {
+        self.device.as_ref()
     }
 }
 
@@ -48,12 +63,24 @@ impl F32Rows {
             bytes,
             rows,
             cols,
+            device: None,
         })
     }
 
     /// The stored bytes.
     pub fn bytes(&self) -> &Bytes {
         &self.bytes
+    }
+
+    /// With a copy of the weight on a GPU, `[rows, cols]` bf16 or f32; the bytes stay where they are.
+    #[must_use]
+    pub fn with_device(self, device: Option<Tensor>) -> Self {
+        Self { device, ..self }
+    }
+
+    /// The copy on a GPU.
+    pub fn device(&self) -> Option<&Tensor> {
+        self.device.as_ref()
     }
 }
 

@@ -67,10 +67,18 @@ impl RawTensor {
             | StoredDtype::F8_E4M3
             | StoredDtype::F8_E8M0 => DType::U8,
             found => {
-                return Err(self.error(WeightError::Dtype { expected: Vec::new(), found }));
+                return Err(self.error(WeightError::Dtype {
+                    expected: Vec::new(),
+                    found,
+                }));
             }
         };
-        Ok(Tensor::from_raw_buffer(&self.bytes, dtype, &self.shape, device)?)
+        Ok(Tensor::from_raw_buffer(
+            &self.bytes,
+            dtype,
+            &self.shape,
+            device,
+        )?)
     }
 
     /// The elements widened to f32, for BF16 and F32 tensors.

@@ -35,13 +35,19 @@ pub fn accept<'d>(
         let (mut target, proposed) = (target_probs(kept)?, draft_probs(kept)?);
         let at = draft as usize;
         let (Some(&t), Some(&d)) = (target.get(at), proposed.get(at)) else {
-            return Err(Error::value("draft", format!("{draft} is outside of the vocabulary")));
+            return Err(Error::value(
+                "draft",
+                format!("{draft} is outside of the vocabulary"),
+            ));
         };
         if uniform() < f64::from(t / d.max(1e-8)) {
             continue;
         }
-        let mass: f64 =
-            target.iter().zip(proposed).map(|(t, d)| f64::from((t - d).max(0.0))).sum();
+        let mass: f64 = target
+            .iter()
+            .zip(proposed)
+            .map(|(t, d)| f64::from((t - d).max(0.0)))
+            .sum();
         if mass > 1e-8 {
             for (t, d) in target.iter_mut().zip(proposed) {
                 *t = (f64::from((*t - d).max(0.0)) / mass) as f32;
@@ -49,5 +55,8 @@ pub fn accept<'d>(
         }
         return Ok(Accepted { kept, next: target });
     }
-    Ok(Accepted { kept: drafts.len(), next: target_probs(drafts.len())? })
+    Ok(Accepted {
+        kept: drafts.len(),
+        next: target_probs(drafts.len())?,
+    })
 }

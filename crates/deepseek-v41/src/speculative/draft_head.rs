@@ -25,7 +25,10 @@ impl<'m> DraftHead<'m> {
         {
             return Err(Error::value(
                 "draft length",
-                format!("{n} tokens asked of a head that drafts {}", head.block_size()),
+                format!(
+                    "{n} tokens asked of a head that drafts {}",
+                    head.block_size()
+                ),
             ));
         }
         // Penalties and biases look at the text: they shape the target's side alone.
@@ -36,7 +39,11 @@ impl<'m> DraftHead<'m> {
             min_p: sampling.min_p,
             ..SamplingParams::default()
         };
-        Ok(Self { head, length, sampling })
+        Ok(Self {
+            head,
+            length,
+            sampling,
+        })
     }
 
     /// Most tokens it proposes.
@@ -51,8 +58,9 @@ impl Proposer for DraftHead<'_> {
     }
 
     fn propose(&mut self, ctx: ProposeContext<'_>) -> Result<Proposal> {
-        let hidden =
-            ctx.hidden.ok_or(Error::MissingSource { what: "the hidden states to draft from" })?;
+        let hidden = ctx.hidden.ok_or(Error::MissingSource {
+            what: "the hidden states to draft from",
+        })?;
         let item = DraftItem {
             seq: ctx.seq,
             hidden: hidden.clone(),
@@ -84,10 +92,17 @@ pub(crate) fn propose_all(
     mut items: Vec<DraftItem<'_>>,
     state: &mut ModelState,
 ) -> Result<Vec<Proposal>> {
-    let request =
-        |i: &DraftItem<'_>| DraftRequest { seq: i.seq, committed: i.hidden.dims()[0], next: i.next };
+    let request = |i: &DraftItem<'_>| DraftRequest {
+        seq: i.seq,
+        committed: i.hidden.dims()[0],
+        next: i.next,
+    };
     let requests: Vec<_> = items.iter().map(request).collect();
-    let new: Vec<_> = items.iter().map(|i| &i.hidden).filter(|h| h.dims()[0] > 0).collect();
+    let new: Vec<_> = items
+        .iter()
+        .map(|i| &i.hidden)
+        .filter(|h| h.dims()[0] > 0)
+        .collect();
     let hidden = match (&new[..], &items[..]) {
         ([], [any, ..]) => any.hidden.clone(),
         ([one], _) => (*one).clone(),
@@ -105,16 +120,25 @@ pub(crate) fn propose_all(
         Ok(token)
     };
     let drafts = head.draft(&requests, &hidden, state, &mut choose)?;
-    let proposals = drafts.into_iter().zip(drawn).zip(&items).map(|((draft, probs), item)| {
-        let Some(draft) = draft else { return Proposal::default() };
-        let n = item.by.length.choose(&draft.confidence).min(item.max);
-        let mut proposal =
-            Proposal { tokens: draft.tokens, probs, confidence: draft.confidence };
-        proposal.tokens.truncate(n);
-        proposal.probs.truncate(n);
-        proposal.confidence.truncate(n);
-        proposal
-    });
+    let proposals = drafts
+        .into_iter()
+        .zip(drawn)
+        .zip(&items)
+        .map(|((draft, probs), item)| {
+            let Some(draft) = draft else {
+                return Proposal::default();
+            };
+            let n = item.by.length.choose(&draft.confidence).min(item.max);
+            let mut proposal = Proposal {
+                tokens: draft.tokens,
+                probs,
+                confidence: draft.confidence,
+            };
+            proposal.tokens.truncate(n);
+            proposal.probs.truncate(n);
+            proposal.confidence.truncate(n);
+            proposal
+        });
     Ok(proposals.collect())
 }
 
@@ -129,5 +153,6 @@ fn argmax(logits: &[f32]) -> Result<u32> {
             best = Some((i as u32, logit));
         }
     }
-    best.map(|(i, _)| i).ok_or_else(|| Error::value("draft logits", "there are none"))
+    best.map(|(i, _)| i)
+        .ok_or_else(|| Error::value("draft logits", "there are none"))
 }

@@ -1,6 +1,6 @@
 use deepseek_v41_core::Result;
 
-use super::{ProposeContext, Proposal, Proposer};
+use super::{Proposal, ProposeContext, Proposer};
 
 /// Guesses that the text goes on as it did the last time its newest tokens occurred. Free, and good
 /// where a text repeats its prompt: summaries, edits, code.
@@ -16,7 +16,11 @@ pub struct PromptLookup {
 
 impl Default for PromptLookup {
     fn default() -> Self {
-        Self { max_ngram: 4, min_ngram: 2, max_tokens: 5 }
+        Self {
+            max_ngram: 4,
+            min_ngram: 2,
+            max_tokens: 5,
+        }
     }
 }
 
@@ -38,7 +42,10 @@ impl PromptLookup {
 impl Proposer for PromptLookup {
     fn propose(&mut self, ctx: ProposeContext<'_>) -> Result<Proposal> {
         let tokens = ctx.next.map_or(&[][..], |_| self.guess(ctx.text, ctx.max));
-        Ok(Proposal { tokens: tokens.to_vec(), ..Proposal::default() })
+        Ok(Proposal {
+            tokens: tokens.to_vec(),
+            ..Proposal::default()
+        })
     }
 }
 
@@ -48,7 +55,11 @@ mod tests {
 
     #[test]
     fn the_longest_and_latest_occurrence_counts() {
-        let lookup = PromptLookup { max_ngram: 3, min_ngram: 1, max_tokens: 3 };
+        let lookup = PromptLookup {
+            max_ngram: 3,
+            min_ngram: 1,
+            max_tokens: 3,
+        };
         assert_eq!(lookup.guess(&[1, 2, 3, 9, 2, 3, 8, 1, 2, 3], 9), [9, 2, 3]);
         assert_eq!(lookup.guess(&[5, 1, 5, 2, 5], 9), [2, 5]);
         assert_eq!(lookup.guess(&[5, 1, 5, 2, 5], 1), [2]);

@@ -25,7 +25,9 @@ impl DraftLength {
             Self::Full => confidence.len(),
             Self::AtMost(n) => confidence.len().min(*n),
             Self::Confidence(threshold) => {
-                let low = confidence.iter().position(|c| sigmoid(*c) < f64::from(*threshold));
+                let low = confidence
+                    .iter()
+                    .position(|c| sigmoid(*c) < f64::from(*threshold));
                 low.unwrap_or(confidence.len())
             }
             Self::Measured { sps_by_batch } => {
@@ -64,7 +66,9 @@ pub fn schedule(confidence: &[Vec<f64>], sps_by_batch: &[f64]) -> Vec<usize> {
     let mut lengths = vec![0; confidence.len()];
     let (mut batch, mut committed) = (confidence.len(), confidence.len() as f64);
     let rate = |tokens: usize, committed: f64| sps_by_batch.get(tokens).map(|sps| committed * sps);
-    let Some(mut best) = rate(batch, committed) else { return lengths };
+    let Some(mut best) = rate(batch, committed) else {
+        return lengths;
+    };
     for (survival, r, j) in pool {
         batch += 1;
         committed += survival;

@@ -38,6 +38,32 @@ pub fn engram_gate(
     image_mask: Option<&Tensor>,
     eps: f32,
 ) -> Result<Tensor> {
+    let (copies, dim) = check(stream, kv, weight, image_mask)?;
+    #[cfg(feature = "cuda")]
+    if stream.device().is_cuda() {
+        return Err(Error::Unsupported {
+            what: format!(
+                "{OP} with a joined weight on a GPU: use `Engram` or `cuda::engram_gate`"
+            ),
+        });
+    }
+    let image_mask = image_mask.map(Tensor::contiguous).transpose()?;
+    let op = EngramGate {
+        image_mask,
+        params: GateParams { copies, dim, eps },
+    };
+    Ok(stream
+        .contiguous()?
+        .apply_op3_no_bwd(&kv.contiguous()?, &weight.contiguous()?, &op)?)
+}
+
+/// Refuses operands that do not fit; `(copies, dim)`.
+pub(crate) fn check(
+    stream: &Tensor,
+    kv: &Tensor,
+    weight: &Tensor,
+    image_mask: Option<&Tensor>,
+) -> Result<(usize, usize)> {
     let (tokens, copies, dim) = stream.dims3()?;
     let (rows, width) = kv.dims2()?;
     if stream.dtype() != DType::BF16 || kv.dtype() != DType::BF16 || weight.dtype() != DType::F32 {
@@ -67,14 +93,7 @@ pub fn engram_gate(
             format!("mask: expected [{rows}] U8, found {shape:?} {dtype:?}"),
         ));
     }
-    let image_mask = image_mask.map(Tensor::contiguous).transpose()?;
-    let op = EngramGate {
-        image_mask,
-        params: GateParams { copies, dim, eps },
-    };
-    Ok(stream
-        .contiguous()?
-        .apply_op3_no_bwd(&kv.contiguous()?, &weight.contiguous()?, &op)?)
+    Ok((copies, dim))
 }
 
 /// Sizes of one gate call.

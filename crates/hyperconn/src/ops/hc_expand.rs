@@ -15,6 +15,10 @@ use super::rows::for_each_token;
 pub fn hc_expand(xs: &Tensor, c: usize) -> Result<Tensor> {
     match (xs.dims(), xs.dtype()) {
         (&[_, dim], DType::BF16) if dim > 0 && c > 0 => {
+            #[cfg(feature = "cuda")]
+            if xs.device().is_cuda() {
+                return crate::cuda::hc_expand(xs, c);
+            }
             Ok(xs.contiguous()?.apply_op1_no_bwd(&HcExpand { c })?)
         }
         (dims, dtype) => Err(Error::shape(

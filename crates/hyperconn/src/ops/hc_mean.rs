@@ -17,6 +17,10 @@ use super::stream_dims;
 /// Reference: `h.mean(dim=2)` in `Transformer.forward` (torch sums bf16 in f32 and rounds once).
 pub fn hc_mean(stream: &Tensor) -> Result<Tensor> {
     stream_dims("hc_mean", stream)?;
+    #[cfg(feature = "cuda")]
+    if stream.device().is_cuda() {
+        return crate::cuda::hc_pre(stream, None);
+    }
     Ok(stream.contiguous()?.apply_op1_no_bwd(&HcMean)?)
 }
 

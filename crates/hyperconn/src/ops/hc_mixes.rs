@@ -48,6 +48,11 @@ pub fn hc_mixes(
             ),
         ));
     }
+    #[cfg(feature = "cuda")]
+    if stream.device().is_cuda() {
+        let packed = crate::cuda::mixes(&stream.contiguous()?, weights, p, norm_eps)?;
+        return Mix::unpack(&packed, c);
+    }
     let packed = stream.contiguous()?.apply_op1_no_bwd(&HcMixes {
         weights,
         p,
@@ -98,7 +103,9 @@ impl HcMixes<'_> {
     /// `stream: [m, C*dim]` → `out: [m, (2+C)C]`, `m` up to [`TOKENS_AT_ONCE`]. `spread` shares the
     /// weight rows among threads.
     fn tokens(&self, isa: Isa, spread: bool, stream: &[bf16], out: &mut [f32]) {
-        let MixWeights { func, base, scale } = self.weights;
+        let MixWeights {
+            func, base, scale, ..
+        } = self.weights;
         let (cols, width) = (self.weights.cols(), self.weights.width());
         let m = out.len() / width;
         cpu::with_scratch(stream.len() + out.len(), |scratch| {

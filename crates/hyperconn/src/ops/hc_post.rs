@@ -24,6 +24,10 @@ pub fn hc_post(y: &Tensor, residual: &Tensor, post: &Tensor, comb: &Tensor) -> R
     expect("hc_post", "y", y, &[t, dim], DType::BF16)?;
     expect("hc_post", "post", post, &[t, c], DType::F32)?;
     expect("hc_post", "comb", comb, &[t, c, c], DType::F32)?;
+    #[cfg(feature = "cuda")]
+    if residual.device().is_cuda() {
+        return crate::cuda::hc_post(y, residual, post, comb);
+    }
     let op = HcPost {
         comb: comb.contiguous()?,
     };

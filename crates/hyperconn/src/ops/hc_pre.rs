@@ -21,6 +21,10 @@ use crate::PreMix;
 pub fn hc_pre(stream: &Tensor, pre: &PreMix) -> Result<Tensor> {
     let (t, c, _) = stream_dims("hc_pre", stream)?;
     expect("hc_pre", "pre", pre.tensor(), &[t, c], DType::F32)?;
+    #[cfg(feature = "cuda")]
+    if stream.device().is_cuda() {
+        return crate::cuda::hc_pre(stream, Some(pre.tensor()));
+    }
     Ok(stream
         .contiguous()?
         .apply_op2_no_bwd(pre.tensor(), &HcPre)?)

@@ -69,6 +69,12 @@ pub fn split_sinkhorn(
     expect(OP, "mixes", mixes, &[t, p.width()], DType::F32)?;
     expect(OP, "scale", scale, &[3], DType::F32)?;
     expect(OP, "base", base, &[p.width()], DType::F32)?;
+    #[cfg(feature = "cuda")]
+    if mixes.device().is_cuda() {
+        let (scale, base) = (scale.contiguous()?, base.contiguous()?);
+        let packed = crate::cuda::split_sinkhorn(&mixes.contiguous()?, &scale, &base, p)?;
+        return Mix::unpack(&packed, p.hc_mult);
+    }
     let packed = mixes.contiguous()?.apply_op3_no_bwd(
         &scale.contiguous()?,
         &base.contiguous()?,

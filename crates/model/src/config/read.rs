@@ -32,7 +32,11 @@ impl<'a> Fields<'a> {
     /// The value under the inference name, or under the published one in that dialect. JSON null
     /// counts as absent.
     fn get(&self, inference: &'a str, published: &'a str) -> (&'a str, Option<&'a Value>) {
-        let key = if self.dialect == Dialect::Published { published } else { inference };
+        let key = if self.dialect == Dialect::Published {
+            published
+        } else {
+            inference
+        };
         (key, self.map.get(key).filter(|v| !v.is_null()))
     }
 
@@ -41,32 +45,49 @@ impl<'a> Fields<'a> {
         value.map_or(Ok(default), |v| as_usize(key, v))
     }
 
-    fn usizes(&self, inference: &'a str, published: &'a str, default: &[usize]) -> Result<Vec<usize>> {
+    fn usizes(
+        &self,
+        inference: &'a str,
+        published: &'a str,
+        default: &[usize],
+    ) -> Result<Vec<usize>> {
         let (key, value) = self.get(inference, published);
-        let Some(value) = value else { return Ok(default.to_vec()) };
-        let list = value.as_array().ok_or_else(|| wrong(key, "a list of integers", value))?;
+        let Some(value) = value else {
+            return Ok(default.to_vec());
+        };
+        let list = value
+            .as_array()
+            .ok_or_else(|| wrong(key, "a list of integers", value))?;
         list.iter().map(|v| as_usize(key, v)).collect()
     }
 
     fn f64(&self, inference: &'a str, published: &'a str, default: f64) -> Result<f64> {
         let (key, value) = self.get(inference, published);
-        value.map_or(Ok(default), |v| v.as_f64().ok_or_else(|| wrong(key, "a number", v)))
+        value.map_or(Ok(default), |v| {
+            v.as_f64().ok_or_else(|| wrong(key, "a number", v))
+        })
     }
 
     fn bool(&self, inference: &'a str, published: &'a str, default: bool) -> Result<bool> {
         let (key, value) = self.get(inference, published);
-        value.map_or(Ok(default), |v| v.as_bool().ok_or_else(|| wrong(key, "true or false", v)))
+        value.map_or(Ok(default), |v| {
+            v.as_bool().ok_or_else(|| wrong(key, "true or false", v))
+        })
     }
 
     fn str(&self, inference: &'a str, published: &'a str) -> Result<Option<(&'a str, &'a str)>> {
         let (key, value) = self.get(inference, published);
-        let text = value.map(|v| v.as_str().ok_or_else(|| wrong(key, "a string", v))).transpose()?;
+        let text = value
+            .map(|v| v.as_str().ok_or_else(|| wrong(key, "a string", v)))
+            .transpose()?;
         Ok(text.map(|t| (key, t)))
     }
 
     fn object(&self, key: &str) -> Result<Option<&'a Map<String, Value>>> {
         let value = self.map.get(key).filter(|v| !v.is_null());
-        value.map(|v| v.as_object().ok_or_else(|| wrong(key, "an object", v))).transpose()
+        value
+            .map(|v| v.as_object().ok_or_else(|| wrong(key, "an object", v)))
+            .transpose()
     }
 }
 
@@ -83,7 +104,10 @@ pub(super) fn from_json(text: &str) -> Result<Config> {
     let root = root
         .as_object()
         .ok_or_else(|| Error::config("config.json", "expected an object at the top"))?;
-    let top = Fields { map: root, dialect: Dialect::Published };
+    let top = Fields {
+        map: root,
+        dialect: Dialect::Published,
+    };
     let empty = Map::new();
     // The nested form has its text part under `text_config`; a flat file with published names (as
     // the previous generation's) is told by its `hidden_size`.
@@ -98,7 +122,10 @@ pub(super) fn from_json(text: &str) -> Result<Config> {
 }
 
 fn inference(map: &Map<String, Value>) -> Result<Config> {
-    let fields = Fields { map, dialect: Dialect::Inference };
+    let fields = Fields {
+        map,
+        dialect: Dialect::Inference,
+    };
     let mut config = text_fields(&fields)?;
     config.dtype = match fields.str("dtype", "dtype")? {
         None | Some((_, "fp8")) => LinearDtype::Fp8,
@@ -121,14 +148,23 @@ fn published(
     vision: &Map<String, Value>,
     root: &Map<String, Value>,
 ) -> Result<Config> {
-    let fields = Fields { map: text, dialect: Dialect::Published };
+    let fields = Fields {
+        map: text,
+        dialect: Dialect::Published,
+    };
     let mut config = text_fields(&fields)?;
-    let top = Fields { map: root, dialect: Dialect::Published };
+    let top = Fields {
+        map: root,
+        dialect: Dialect::Published,
+    };
     config.image_token_id = top.usize("image_token_id", "image_token_id", config.image_token_id)?;
     match top.object("quantization_config")? {
         None => (config.dtype, config.expert_dtype) = (LinearDtype::Bf16, None),
         Some(quant) => {
-            let quant = Fields { map: quant, dialect: Dialect::Published };
+            let quant = Fields {
+                map: quant,
+                dialect: Dialect::Published,
+            };
             if let Some((key, method)) = quant.str("quant_method", "quant_method")?
                 && method != "fp8"
             {
@@ -152,7 +188,10 @@ fn published(
         }
     }
     if let Some(scaling) = fields.object("rope_scaling")? {
-        let scaling = Fields { map: scaling, dialect: Dialect::Published };
+        let scaling = Fields {
+            map: scaling,
+            dialect: Dialect::Published,
+        };
         if let Some((key, kind)) = scaling.str("rope_type", "rope_type")?
             && kind != "yarn"
         {
@@ -163,7 +202,13 @@ fn published(
         config.beta_slow = scaling.f64("", "beta_slow", config.beta_slow)?;
         config.original_seq_len = scaling.usize("", "original_max_position_embeddings", 0)?;
     }
-    vision_fields(&mut config, &Fields { map: vision, dialect: Dialect::Published })?;
+    vision_fields(
+        &mut config,
+        &Fields {
+            map: vision,
+            dialect: Dialect::Published,
+        },
+    )?;
     Ok(config)
 }
 
@@ -247,7 +292,11 @@ fn text_fields(f: &Fields<'_>) -> Result<Config> {
         image_token_id: usize(same("image_token_id"), 129_264)?,
         dspark_block_size: usize(same("dspark_block_size"), 0)?,
         dspark_noise_token_id: usize(same("dspark_noise_token_id"), 0)?,
-        dspark_target_layer_ids: f.usizes("dspark_target_layer_ids", "dspark_target_layer_ids", &[])?,
+        dspark_target_layer_ids: f.usizes(
+            "dspark_target_layer_ids",
+            "dspark_target_layer_ids",
+            &[],
+        )?,
         dspark_markov_rank: usize(same("dspark_markov_rank"), 256)?,
         dspark_n_routed_experts: usize(same("dspark_n_routed_experts"), 0)?,
         dspark_n_activated_experts: usize(
@@ -264,19 +313,36 @@ fn vision_fields(config: &mut Config, f: &Fields<'_>) -> Result<()> {
     let usize = |a, b, default| f.usize(a, b, default);
     config.vision_n_layers = usize("vision_n_layers", "num_hidden_layers", 0)?;
     config.vision_dim = usize("vision_dim", "hidden_size", config.vision_dim)?;
-    config.vision_n_heads = usize("vision_n_heads", "num_attention_heads", config.vision_n_heads)?;
-    config.vision_inter_dim =
-        usize("vision_inter_dim", "intermediate_size", config.vision_inter_dim)?;
+    config.vision_n_heads = usize(
+        "vision_n_heads",
+        "num_attention_heads",
+        config.vision_n_heads,
+    )?;
+    config.vision_inter_dim = usize(
+        "vision_inter_dim",
+        "intermediate_size",
+        config.vision_inter_dim,
+    )?;
     config.vision_patch_size = usize("vision_patch_size", "patch_size", config.vision_patch_size)?;
-    config.vision_rope_theta = f.f64("vision_rope_theta", "rope_theta", config.vision_rope_theta)?;
-    config.vision_downsample_ratio =
-        usize("vision_downsample_ratio", "downsample_ratio", config.vision_downsample_ratio)?;
-    config.vision_max_n_token =
-        usize("vision_max_n_token", "max_image_tokens", config.vision_max_n_token)?;
+    config.vision_rope_theta =
+        f.f64("vision_rope_theta", "rope_theta", config.vision_rope_theta)?;
+    config.vision_downsample_ratio = usize(
+        "vision_downsample_ratio",
+        "downsample_ratio",
+        config.vision_downsample_ratio,
+    )?;
+    config.vision_max_n_token = usize(
+        "vision_max_n_token",
+        "max_image_tokens",
+        config.vision_max_n_token,
+    )?;
     config.vision_min_pixels = usize("vision_min_pixels", "min_pixels", config.vision_min_pixels)?;
     config.vision_max_wh_ratio = match f.get("vision_max_wh_ratio", "max_wh_ratio") {
         (_, None) => None,
-        (key, Some(v)) => Some(v.as_f64().ok_or_else(|| wrong(key, "a number or null", v))?),
+        (key, Some(v)) => Some(
+            v.as_f64()
+                .ok_or_else(|| wrong(key, "a number or null", v))?,
+        ),
     };
     Ok(())
 }

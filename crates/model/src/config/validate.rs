@@ -16,28 +16,40 @@ fn in_range(field: &str, value: usize, min: usize, max: usize) -> Result<()> {
     if (min..=max).contains(&value) {
         return Ok(());
     }
-    Err(Error::config(field, format!("expected {min}..={max}, found {value}")))
+    Err(Error::config(
+        field,
+        format!("expected {min}..={max}, found {value}"),
+    ))
 }
 
 fn divides(field: &str, value: usize, by: usize) -> Result<()> {
-    if by != 0 && value % by == 0 {
+    if by != 0 && value.is_multiple_of(by) {
         return Ok(());
     }
-    Err(Error::config(field, format!("expected a multiple of {by}, found {value}")))
+    Err(Error::config(
+        field,
+        format!("expected a multiple of {by}, found {value}"),
+    ))
 }
 
 fn positive(field: &str, value: f64) -> Result<()> {
     if value.is_finite() && value > 0.0 {
         return Ok(());
     }
-    Err(Error::config(field, format!("expected a finite number above 0, found {value}")))
+    Err(Error::config(
+        field,
+        format!("expected a finite number above 0, found {value}"),
+    ))
 }
 
 fn not_negative(field: &str, value: f64) -> Result<()> {
     if value.is_finite() && value >= 0.0 {
         return Ok(());
     }
-    Err(Error::config(field, format!("expected a finite number from 0 up, found {value}")))
+    Err(Error::config(
+        field,
+        format!("expected a finite number from 0 up, found {value}"),
+    ))
 }
 
 pub(super) fn validate(c: &Config) -> Result<()> {
@@ -63,8 +75,18 @@ pub(super) fn validate(c: &Config) -> Result<()> {
     ] {
         in_range(field, value, 1, MAX_COUNT)?;
     }
-    in_range("max_position_embeddings", c.max_position_embeddings, 1, MAX_CONTEXT)?;
-    in_range("n_activated_experts", c.n_activated_experts, 1, c.n_routed_experts)?;
+    in_range(
+        "max_position_embeddings",
+        c.max_position_embeddings,
+        1,
+        MAX_CONTEXT,
+    )?;
+    in_range(
+        "n_activated_experts",
+        c.n_activated_experts,
+        1,
+        c.n_routed_experts,
+    )?;
     in_range("n_shared_experts", c.n_shared_experts, 1, 1)?;
     in_range("hc_mult", c.hc_mult, 1, 16)?;
     in_range("hc_sinkhorn_iters", c.hc_sinkhorn_iters, 1, 1000)?;
@@ -117,7 +139,12 @@ fn validate_engram(c: &Config) -> Result<()> {
         return Err(Error::config("engram_layer_ids", found));
     }
     in_range("engram_pad_id", c.engram_pad_id, 0, c.vocab_size - 1)?;
-    in_range("engram_compressed_vocab_size", c.engram_compressed_vocab_size, 1, c.vocab_size)?;
+    in_range(
+        "engram_compressed_vocab_size",
+        c.engram_compressed_vocab_size,
+        1,
+        c.vocab_size,
+    )?;
     in_range("engram_max_ngram_size", c.engram_max_ngram_size, 2, 64)?;
     in_range("engram_n_heads", c.engram_n_heads, 1, MAX_COUNT)?;
     in_range("engram_head_dim", c.engram_head_dim, 1, MAX_DIM)?;
@@ -130,17 +157,35 @@ fn validate_draft(c: &Config) -> Result<()> {
     }
     in_range("dspark_block_size", c.dspark_block_size, 1, MAX_COUNT)?;
     in_range("n_mtp_layers", c.n_mtp_layers, 1, MAX_COUNT)?;
-    in_range("dspark_noise_token_id", c.dspark_noise_token_id, 0, c.vocab_size - 1)?;
+    in_range(
+        "dspark_noise_token_id",
+        c.dspark_noise_token_id,
+        0,
+        c.vocab_size - 1,
+    )?;
     in_range("dspark_markov_rank", c.dspark_markov_rank, 1, MAX_DIM)?;
-    in_range("dspark_target_layer_ids", c.dspark_target_layer_ids.len(), 1, c.n_layers)?;
+    in_range(
+        "dspark_target_layer_ids",
+        c.dspark_target_layer_ids.len(),
+        1,
+        c.n_layers,
+    )?;
     for &layer in &c.dspark_target_layer_ids {
         in_range("dspark_target_layer_ids", layer, 0, c.n_layers - 1)?;
     }
     if !c.dspark_target_layer_ids.is_sorted_by(|a, b| a < b) {
-        let found = format!("expected ascending layers, found {:?}", c.dspark_target_layer_ids);
+        let found = format!(
+            "expected ascending layers, found {:?}",
+            c.dspark_target_layer_ids
+        );
         return Err(Error::config("dspark_target_layer_ids", found));
     }
     let moe = c.draft_moe();
     in_range("dspark_n_routed_experts", moe.n_routed, 1, MAX_COUNT)?;
-    in_range("dspark_n_activated_experts", moe.n_activated, 1, moe.n_routed)
+    in_range(
+        "dspark_n_activated_experts",
+        moe.n_activated,
+        1,
+        moe.n_routed,
+    )
 }

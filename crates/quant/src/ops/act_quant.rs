@@ -55,6 +55,11 @@ pub fn act_quant(xs: &Tensor) -> Result<QuantizedActivation> {
 /// Another dtype than bf16, or `k` not a multiple of `group`.
 pub fn act_quant_with(xs: &Tensor, group: usize, format: ActScale) -> Result<QuantizedActivation> {
     check_groups("act_quant", xs, group)?;
+    #[cfg(feature = "cuda")]
+    if xs.device().is_cuda() && group == FP8_GROUP && format == ActScale::E8M0 {
+        let (data, scale) = crate::cuda::act_quant_codes(xs)?;
+        return Ok(QuantizedActivation { data, scale });
+    }
     let xs = xs.contiguous()?;
     Ok(QuantizedActivation {
         data: xs.apply_op1_no_bwd(&Codes { group, format })?,

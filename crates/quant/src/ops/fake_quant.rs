@@ -37,6 +37,10 @@ pub fn fake_quant_fp8(xs: &Tensor) -> Result<Tensor> {
 /// Another dtype than bf16, or `D` not a multiple of `group`.
 pub fn fake_quant_fp8_with(xs: &Tensor, group: usize, format: ActScale) -> Result<Tensor> {
     check_groups("fake_quant_fp8", xs, group)?;
+    #[cfg(feature = "cuda")]
+    if xs.device().is_cuda() && group == FP8_GROUP && format == ActScale::E8M0 {
+        return crate::cuda::act_quant_values(xs);
+    }
     Ok(xs
         .contiguous()?
         .apply_op1_no_bwd(&FakeQuant::Fp8 { group, format })?)
@@ -50,6 +54,10 @@ pub fn fake_quant_fp8_with(xs: &Tensor, group: usize, format: ActScale) -> Resul
 /// Another dtype, or `D` not a multiple of `group`.
 pub fn fake_quant_fp4(xs: &Tensor, group: usize, format: ScaleFormat) -> Result<Tensor> {
     check_groups("fake_quant_fp4", xs, group)?;
+    #[cfg(feature = "cuda")]
+    if xs.device().is_cuda() {
+        return crate::cuda::fake_quant_fp4(xs, group, format);
+    }
     Ok(xs
         .contiguous()?
         .apply_op1_no_bwd(&FakeQuant::Fp4 { group, format })?)

@@ -48,6 +48,11 @@ pub fn fp4_act_quant(xs: &Tensor, group: usize, format: ScaleFormat) -> Result<Q
     if !group.is_multiple_of(2) {
         return Err(Error::shape("fp4_act_quant", format!("odd group {group}")));
     }
+    #[cfg(feature = "cuda")]
+    if xs.device().is_cuda() {
+        let (data, scale) = crate::cuda::fp4_codes(xs, group, format)?;
+        return Ok(QuantizedFp4 { data, scale });
+    }
     let xs = xs.contiguous()?;
     Ok(QuantizedFp4 {
         data: xs.apply_op1_no_bwd(&Part {

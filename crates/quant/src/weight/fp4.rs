@@ -8,6 +8,8 @@ use deepseek_v41_core::{
 
 #[cfg(target_arch = "x86_64")]
 use super::fp4_avx2;
+#[cfg(feature = "cuda")]
+use crate::cuda::DeviceCodes;
 use crate::formats::{e2m1, e8m0};
 
 /// Columns that share a weight scale.
@@ -25,6 +27,8 @@ pub struct Fp4Weight {
     scales: Bytes,
     rows: usize,
     cols: usize,
+    #[cfg(feature = "cuda")]
+    device: Option<DeviceCodes>,
 }
 
 impl Fp4Weight {
@@ -51,6 +55,8 @@ impl Fp4Weight {
             scales,
             rows,
             cols,
+            #[cfg(feature = "cuda")]
+            device: None,
         })
     }
 
@@ -62,6 +68,22 @@ impl Fp4Weight {
     /// The stored scale bytes.
     pub fn scales(&self) -> &Bytes {
         &self.scales
+    }
+
+    /// With a copy on a GPU; the bytes stay where they are.
+    #[cfg(feature = "cuda")]
+    #[must_use]
+    pub fn with_device(self, device: DeviceCodes) -> Self {
+        Self {
+            device: Some(device),
+            ..self
+        }
+    }
+
+    /// The copy on a GPU.
+    #[cfg(feature = "cuda")]
+    pub fn device(&self) -> Option<&DeviceCodes> {
+        self.device.as_ref()
     }
 
     /// Bytes of codes and scales.

@@ -8,6 +8,8 @@ use deepseek_v41_core::{
 
 #[cfg(target_arch = "x86_64")]
 use super::fp8_avx2::{self, Band, STEP};
+#[cfg(feature = "cuda")]
+use crate::cuda::DeviceCodes;
 use crate::formats::{e4m3, e8m0};
 
 /// Side of the tiles of a released checkpoint.
@@ -28,6 +30,8 @@ pub struct Fp8Weight {
     cols: usize,
     tile: usize,
     rounded: bool,
+    #[cfg(feature = "cuda")]
+    device: Option<DeviceCodes>,
 }
 
 impl Fp8Weight {
@@ -57,6 +61,8 @@ impl Fp8Weight {
             cols,
             tile,
             rounded: false,
+            #[cfg(feature = "cuda")]
+            device: None,
         })
     }
 
@@ -82,6 +88,22 @@ impl Fp8Weight {
     /// Side of a tile.
     pub fn tile(&self) -> usize {
         self.tile
+    }
+
+    /// With a copy on a GPU; the bytes stay where they are.
+    #[cfg(feature = "cuda")]
+    #[must_use]
+    pub fn with_device(self, device: DeviceCodes) -> Self {
+        Self {
+            device: Some(device),
+            ..self
+        }
+    }
+
+    /// The copy on a GPU.
+    #[cfg(feature = "cuda")]
+    pub fn device(&self) -> Option<&DeviceCodes> {
+        self.device.as_ref()
     }
 
     /// Bytes of codes and scales.

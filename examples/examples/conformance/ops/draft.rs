@@ -41,7 +41,12 @@ fn heads(case: &mut Case<'_>) -> Result<()> {
     let (want_bias, want_confidence) = (case.f32s("bias")?, case.f32s("confidence_logits")?);
     case.close("bias", &f32s(&bias)?, &want_bias, DRAFT_HEADS)?;
     let confidence = f32s(&confidence.to_dtype(DType::F32)?)?;
-    case.close("confidence_logits", &confidence, &want_confidence, DRAFT_HEADS)
+    case.close(
+        "confidence_logits",
+        &confidence,
+        &want_confidence,
+        DRAFT_HEADS,
+    )
 }
 
 fn decisions(case: &mut Case<'_>) -> Result<()> {
@@ -54,13 +59,19 @@ fn decisions(case: &mut Case<'_>) -> Result<()> {
     for name in cases {
         let key = |part: &str| format!("{name}.{part}");
         let (_, temperature) = name.rsplit_once("_t").unwrap_or_default();
-        let temperature = temperature.parse().map_err(|_| case.bad("no temperature in a name"))?;
-        let params = SamplingParams { temperature, ..SamplingParams::default() };
+        let temperature = temperature
+            .parse()
+            .map_err(|_| case.bad("no temperature in a name"))?;
+        let params = SamplingParams {
+            temperature,
+            ..SamplingParams::default()
+        };
         let rows = |part: &str| -> Result<Vec<Vec<f32>>> {
             let vocab = case.data.shape(&key(part))?[1];
             let logits = case.data.floats(&key(part))?;
             let rows = logits.chunks(vocab);
-            rows.map(|row| probs(row, &params, TokenHistory::default())).collect()
+            rows.map(|row| probs(row, &params, TokenHistory::default()))
+                .collect()
         };
         let (draft, target) = (rows("draft_logits")?, rows("target_logits")?);
         let tokens = case.data.integers(&key("tokens"))?;

@@ -1,0 +1,463 @@
+//! The operations of this crate on a GPU.
+//!
+//! Indices are not checked there: a row outside of its pool is the caller's error that the CPU reports.
+
+use candle_core::{CudaDevice, CudaStorage, DType, Layout, Tensor, backend::BackendStorage as _};
+use deepseek_v41_core::{
+    Error, Result, RmsNorm, RopeTable,
+    cuda::{
+        Held, Launch, Out, Ptr, contiguous, is_hopper, kernels, multiprocessors,
+        ops::{RowKind, device, norm_rope_quant, supported},
+    },
+    upload,
+};
+use half::bf16;
+
+use crate::ops::{CandidateBlocks, IndexSpan, KvScope};
+use crate::rows::RowQuant;
+
+/// [`finish_rows`](crate::finish_rows) of checked operands: one kernel.
+pub(crate) fn finish_rows(
+    xs: &Tensor,
+    norm: Option<&RmsNorm>,
+    table: &RopeTable,
+    quant: RowQuant,
+) -> Result<Tensor> {
+    let kind = match quant {
+        RowQuant::Window => RowKind::Fp8,
+        RowQuant::Compressed => RowKind::Fp4E4m3,
+        RowQuant::Index => RowKind::Fp4E8m0,
+    };
+    let norm = norm.map(half_norm).transpose()?;
+    norm_rope_quant(xs, norm, (&table.cos, &table.sin), kind, false)
+}
+
+/// A norm as kernels take it.
+fn half_norm(norm: &RmsNorm) -> Result<(&Tensor, f32)> {
+    let weight = norm.weight_bf16().ok_or_else(|| Error::Unsupported {
+        what: "a norm loaded on the CPU given rows on the GPU".into(),
+    })?;
+    Ok((weight, norm.eps()))
+}
+
+/// [`compress`](crate::ops::compress) of checked operands, then the norm if there is one.
+pub(crate) fn compress(
+    kv: &Tensor,
+    score: &Tensor,
+    pending: Option<&Tensor>,
+    group_src: &[i64],
+    ratio: usize,
+    norm: Option<&RmsNorm>,
+) -> Result<Tensor> {
+    const OP: &str = "compress";
+    let (kv, score) = (kv.contiguous()?, score.contiguous()?);
+    let dev = device(&kv)?;
+    let dim = kv.dim(1)?;
+    let groups = group_src.len() / ratio;
+    // A pool row is `kv | score`: row p of either is row 2p of a matrix of half that width.
+    let sources: Vec<i32> = group_src
+        .iter()
+        .map(|&src| if src >= 0 { src } else { -2 + 2 * (src + 1) } as i32)
+        .collect();
+    let sources = upload(sources, group_src.len(), kv.device())?;
+    let pending = pending
+        .map(|p| Held::new(p, OP).ptr::<f32>())
+        .transpose()?
+        .unwrap_or(Ptr::NULL);
+    let norm = norm.map(half_norm).transpose()?;
+    let out = Out::<bf16>::new(dev, groups * dim)?;
+    let launch = Launch::new(dev, kernels::COMPRESS, "compress")
+        .ptr(Held::new(&kv, OP).ptr::<f32>()?)
+        .ptr(Held::new(&score, OP).ptr::<f32>()?)
+        .ptr(pending)
+        .ptr(pending.offset(dim * size_of::<f32>()))
+        .ptr(Held::new(&sources, OP).ptr::<i32>()?)
+        .maybe(
+            norm.map(|(w, _)| Held::new(w, OP).ptr::<bf16>())
+                .transpose()?,
+        )
+        .ptr(out.ptr())
+        .int(dim)
+        .int(ratio)
+        .f32(norm.map_or(0.0, |(_, eps)| eps));
+    let block = dim.next_multiple_of(32).min(512);
+    // SAFETY: sources were checked against both tensors; [G, dim] out, a block a group.
+    unsafe { launch.launch((groups, 1, 1), block, 4 * dim)? };
+    out.into_tensor((groups, dim))
+}
+
+/// [`write_rows`](crate::ops::write_rows) of checked operands.
+pub(crate) fn write_rows(
+    pool: &mut CudaStorage,
+    pool_layout: &Layout,
+    rows: &CudaStorage,
+    rows_layout: &Layout,
+    slots: &CudaStorage,
+    slots_layout: &Layout,
+) -> Result<()> {
+    const OP: &str = "write_rows";
+    let dev = pool.device.clone();
+    let (n, width) = rows_layout.shape().dims2()?;
+    let slots = contiguous::<i32>(slots, slots_layout, OP)?;
+    let (pool, rows, size) = match pool.dtype() {
+        DType::BF16 => (
+            contiguous::<bf16>(pool, pool_layout, OP)?,
+            contiguous::<bf16>(rows, rows_layout, OP)?,
+            2,
+        ),
+        DType::F32 => (
+            contiguous::<f32>(pool, pool_layout, OP)?,
+            contiguous::<f32>(rows, rows_layout, OP)?,
+            4,
+        ),
+        _ => (
+            contiguous::<u8>(pool, pool_layout, OP)?,
+            contiguous::<u8>(rows, rows_layout, OP)?,
+            1,
+        ),
+    };
+    let bytes = width * size;
+    supported(
+        bytes.is_multiple_of(4),
+        OP,
+        bytes,
+        "rows of multiples of 4 bytes",
+    )?;
+    let launch = Launch::new(&dev, kernels::WRITE_ROWS, "write_rows")
+        .ptr(rows)
+        .ptr(slots)
+        .ptr(pool)
+        .int(bytes);
+    // SAFETY: n rows of the pool's width and n slots, which plans make from rows of the pool.
+    unsafe { launch.launch((n, 1, 1), 128, 0) }
+}
+
+/// Most parts that one query's rows are split into.
+const MAX_SPLITS: usize = 64;
+
+/// [`sparse_attn`](crate::ops::sparse_attn) of checked operands.
+pub(crate) fn sparse_attn(
+    q: &Tensor,
+    scopes: &[KvScope<'_>],
+    sink: &Tensor,
+    scale: f32,
+) -> Result<Tensor> {
+    const OP: &str = "sparse_attn";
+    let q = q.contiguous()?;
+    let dev = device(&q)?;
+    let (t, h, d) = q.dims3()?;
+    supported(
+        d.is_multiple_of(16) && d <= 512,
+        OP,
+        d,
+        "head widths of multiples of 16 up to 512",
+    )?;
+    supported(scopes.len() <= 3, OP, scopes.len(), "up to 3 scopes")?;
+    let mut listed = 0;
+    let mut words = [(Ptr::NULL, Ptr::NULL, 0); 3];
+    for (word, scope) in words.iter_mut().zip(scopes) {
+        supported(
+            scope.kv.dtype() == DType::BF16,
+            OP,
+            "packed rows",
+            "bf16 rows (KvFormat::Bf16)",
+        )?;
+        let n = scope.idxs.dim(1)?;
+        listed += n;
+        *word = (
+            Held::new(scope.kv, OP).ptr::<bf16>()?,
+            Held::new(scope.idxs, OP).ptr::<i32>()?,
+            n,
+        );
+    }
+    let hopper_shared = 2 * 65_536 + 4 * 16_384 + 2 * 8192 + 1024 + 4 * listed;
+    let hopper = d == 512 && is_hopper(dev)? && hopper_shared <= 232_448;
+    let (heads, tile) = if hopper { (64, 64) } else { (32, 32) };
+    let blocks = t * h.div_ceil(heads);
+    let per_sm = if hopper { 1 } else { 2 };
+    let splits = (per_sm * multiprocessors(dev)? / blocks.max(1))
+        .min(listed / tile)
+        .clamp(1, MAX_SPLITS);
+
+    let out = Out::<bf16>::new(dev, q.elem_count())?;
+    let split = splits > 1;
+    let part_o = split
+        .then(|| Out::<f32>::new(dev, splits * t * h * d))
+        .transpose()?;
+    let part_ml = split
+        .then(|| Out::<f32>::new(dev, splits * t * h * 2))
+        .transpose()?;
+    let sink = Held::new(sink, OP).ptr::<f32>()?;
+    let (module, name) = match hopper {
+        true => (kernels::SPARSE_ATTN_SM90, "sparse_attn_sm90"),
+        false => (kernels::SPARSE_ATTN, "sparse_attn"),
+    };
+    let mut launch = Launch::new(dev, module, name)
+        .ptr(Held::new(&q, OP).ptr::<bf16>()?)
+        .scopes(words)
+        .ptr(sink)
+        .ptr(out.ptr())
+        .maybe(part_o.as_ref().map(Out::ptr))
+        .maybe(part_ml.as_ref().map(Out::ptr))
+        .int(t)
+        .int(h);
+    if !hopper {
+        launch = launch.int(d);
+    }
+    let launch = launch.f32(scale);
+    let grid = (splits, h.div_ceil(heads), t);
+    match hopper {
+        // SAFETY: q and out are [T, H, 512], lists [T, n] of rows of their pools, parts [S, T, H, ..].
+        true => unsafe { launch.launch(grid, 384, hopper_shared)? },
+        false => {
+            let shared = 2 * 32 * 2 * d.next_multiple_of(64) + 7296 + 4 * listed;
+            // SAFETY: as above, for any D.
+            unsafe { launch.launch(grid, 256, shared)? };
+        }
+    }
+    if let (Some(o), Some(ml)) = (&part_o, &part_ml) {
+        let launch = Launch::new(dev, kernels::SPARSE_ATTN_COMBINE, "sparse_attn_combine")
+            .ptr(o.ptr())
+            .ptr(ml.ptr())
+            .ptr(sink)
+            .ptr(out.ptr())
+            .int(t)
+            .int(h)
+            .int(d)
+            .int(splits);
+        // SAFETY: the parts written above; a block a head of a token.
+        unsafe { launch.launch((h, t, 1), 128, 0)? };
+    }
+    out.into_tensor((t, h, d))
+}
+
+/// Bytes of scores held at a time; longer prefills go in groups of queries.
+const SCORE_BYTES: usize = 64 << 20;
+/// Columns that one block selects from.
+const ONE_BLOCK: usize = 32_768;
+/// Columns of one part of a longer row.
+const PART: usize = 8192;
+
+/// What an index pass is to keep, as in `index_topk`.
+pub(crate) struct Wanted {
+    pub(crate) k: usize,
+    pub(crate) topk_blocks: usize,
+    pub(crate) block: usize,
+}
+
+/// A `[T, columns]` matrix of sortable 16-bit scores, and how its columns become rows of a pool.
+struct Scores<'a> {
+    keys: Ptr<'a>,
+    rows: usize,
+    n: usize,
+    ld: usize,
+    spans: Ptr<'a>,
+    blocks: Ptr<'a>,
+    per_row: usize,
+    block: usize,
+}
+
+/// Scoring and selection of checked operands: `[T, k]` rows and `[T, topk_blocks]` block ids, i32.
+pub(crate) fn index_topk(
+    q: &Tensor,
+    weights: &Tensor,
+    keys: &Tensor,
+    spans: &[IndexSpan],
+    wanted: &Wanted,
+    candidates: Option<&CandidateBlocks>,
+) -> Result<(Tensor, Tensor)> {
+    const OP: &str = "index_topk";
+    let (q, weights) = (q.contiguous()?, weights.contiguous()?);
+    let dev = device(&q)?;
+    let (t, h, d) = q.dims3()?;
+    supported(
+        d.is_multiple_of(32) && d <= 128,
+        OP,
+        d,
+        "head widths of multiples of 32 up to 128",
+    )?;
+    supported(
+        keys.dtype() == DType::BF16,
+        OP,
+        "packed keys",
+        "bf16 keys (KvFormat::Bf16)",
+    )?;
+    let most = spans.iter().map(|s| s.visible as usize).max().unwrap_or(0);
+    let (per_row, block) = match candidates {
+        Some(c) => (c.ids.dim(1)?, c.block),
+        None => (0, 1),
+    };
+    let n = if candidates.is_some() {
+        per_row * block
+    } else {
+        most
+    };
+    let Wanted { k, topk_blocks, .. } = *wanted;
+    if most == 0 || n == 0 || t == 0 {
+        let nothing = |width: usize| upload(vec![-1i32; t * width], (t, width), q.device());
+        return Ok((nothing(k)?, nothing(topk_blocks)?));
+    }
+    let flat: Vec<i32> = spans
+        .iter()
+        .flat_map(|s| [s.base as i32, s.visible as i32])
+        .collect();
+    let flat = upload(flat, (t, 2), q.device())?;
+    let ids = candidates.map(|c| c.ids.contiguous()).transpose()?;
+
+    // Queries of one sequence may share each key they read.
+    let one_base = spans.iter().all(|s| s.base == spans[0].base);
+    let shared = if one_base && candidates.is_none() && t >= 4 {
+        4
+    } else {
+        1
+    };
+    let ld = n.next_multiple_of(8);
+    let group = (SCORE_BYTES / (2 * ld))
+        .clamp(1, t)
+        .next_multiple_of(shared);
+    let scores = Out::<u8>::new(dev, 2 * ld * group)?;
+    let topk = Out::<i32>::new(dev, t * k)?;
+    let chosen = Out::<i32>::new(dev, t * topk_blocks)?;
+    let blocks = n.div_ceil(wanted.block);
+    let ld_blocks = blocks.next_multiple_of(8);
+    let best = (topk_blocks > 0)
+        .then(|| Out::<u8>::new(dev, 2 * ld_blocks * group))
+        .transpose()?;
+
+    let (q0, w0) = (
+        Held::new(&q, OP).ptr::<bf16>()?,
+        Held::new(&weights, OP).ptr::<bf16>()?,
+    );
+    let keys = Held::new(keys, OP).ptr::<bf16>()?;
+    let spans0 = Held::new(&flat, OP).ptr::<i32>()?;
+    let ids0 = ids
+        .as_ref()
+        .map(|ids| Held::new(ids, OP).ptr::<i32>())
+        .transpose()?;
+    for first in (0..t).step_by(group) {
+        let rows = group.min(t - first);
+        let found = Scores {
+            keys: scores.ptr(),
+            rows,
+            n,
+            ld,
+            spans: spans0.offset(8 * first),
+            blocks: ids0.map_or(Ptr::NULL, |ids| ids.offset(4 * first * per_row)),
+            per_row,
+            block,
+        };
+        let launch = Launch::new(dev, kernels::INDEX_SCORES, "index_scores_bf16")
+            .ptr(q0.offset(2 * first * h * d))
+            .ptr(w0.offset(2 * first * h))
+            .ptr(keys)
+            .ptr(Ptr::NULL)
+            .ptr(found.spans)
+            .ptr(found.blocks)
+            .ptr(found.keys)
+            .int(rows)
+            .int(h)
+            .int(d)
+            .int(n)
+            .long(ld)
+            .int(shared)
+            .int(per_row)
+            .int(block);
+        let grid = (
+            (2 * multiprocessors(dev)?).min(n.div_ceil(256)),
+            rows.div_ceil(shared),
+            1,
+        );
+        // SAFETY: q [rows, H, D], weights [rows, H], visible spans inside the pool, scores [rows, ld].
+        unsafe { launch.launch(grid, 256, shared * 2 * h.div_ceil(16) * 2080)? };
+        if k > 0 {
+            select(dev, &found, k, topk.ptr().offset(4 * first * k))?;
+        }
+        if let Some(best) = &best {
+            let launch = Launch::new(dev, kernels::CANDIDATE_BLOCKS, "block_max")
+                .ptr(found.keys)
+                .ptr(found.spans)
+                .ptr(best.ptr())
+                .int(n)
+                .long(ld)
+                .long(ld_blocks)
+                .int(wanted.block);
+            // SAFETY: scores [rows, ld] in, [rows, ld_blocks] out; a thread a block of positions.
+            unsafe { launch.launch((blocks.div_ceil(256), rows, 1), 256, 0)? };
+            let by_block = Scores {
+                keys: best.ptr(),
+                n: blocks,
+                ld: ld_blocks,
+                spans: Ptr::NULL,
+                blocks: Ptr::NULL,
+                per_row: 0,
+                block: 1,
+                rows,
+            };
+            select(
+                dev,
+                &by_block,
+                topk_blocks,
+                chosen.ptr().offset(4 * first * topk_blocks),
+            )?;
+        }
+    }
+    Ok((
+        topk.into_tensor((t, k))?,
+        chosen.into_tensor((t, topk_blocks))?,
+    ))
+}
+
+/// The `k` best columns of each row as ascending pool rows, -1 at the tail.
+fn select(dev: &CudaDevice, s: &Scores<'_>, k: usize, out: Ptr<'_>) -> Result<()> {
+    let finish = |launch: Launch<'_>, grid: (usize, usize, usize), block: usize| {
+        // SAFETY: scores [rows, ld], out [rows, k], workspaces as the kernels ask.
+        unsafe { launch.launch(grid, block, 0) }
+    };
+    if s.n <= ONE_BLOCK {
+        let launch = Launch::new(dev, kernels::TOPK_ROWS, "topk_rows")
+            .ptr(s.keys)
+            .ptr(s.spans)
+            .ptr(s.blocks)
+            .ptr(out)
+            .int(s.n)
+            .long(s.ld)
+            .int(k)
+            .int(s.per_row)
+            .int(s.block);
+        return finish(launch, (s.rows, 1, 1), 1024);
+    }
+    let parts = s.n.div_ceil(PART);
+    let grid = (parts, s.rows, 1);
+    let hist = Out::<u32>::zeros(dev, 2048 * s.rows)?;
+    let part = Out::<u32>::new(dev, 33 * parts * s.rows)?;
+    let header = Out::<u32>::new(dev, 2 * s.rows)?;
+    let launch = Launch::new(dev, kernels::TOPK_ROWS, "topk_part_hist")
+        .ptr(s.keys)
+        .ptr(hist.ptr())
+        .int(s.n)
+        .long(s.ld);
+    finish(launch, grid, 256)?;
+    let launch = Launch::new(dev, kernels::TOPK_ROWS, "topk_part_count")
+        .ptr(s.keys)
+        .ptr(hist.ptr())
+        .ptr(part.ptr())
+        .ptr(header.ptr())
+        .int(s.n)
+        .long(s.ld)
+        .int(k);
+    finish(launch, grid, 256)?;
+    let launch = Launch::new(dev, kernels::TOPK_ROWS, "topk_part_write")
+        .ptr(s.keys)
+        .ptr(hist.ptr())
+        .ptr(part.ptr())
+        .ptr(header.ptr())
+        .ptr(s.spans)
+        .ptr(s.blocks)
+        .ptr(out)
+        .int(s.n)
+        .long(s.ld)
+        .int(k)
+        .int(s.per_row)
+        .int(s.block);
+    finish(launch, grid, 256)
+}

@@ -1,0 +1,145 @@
+//! The stream on its way through sublayers.
+
+use candle_core::Tensor;
+use deepseek_v41_core::{Error, Result, RmsNorm};
+
+use crate::{HyperConn, Mix, PreMix, hc_pre};
+
+/// The residual stream and the mix carried to the next sublayer.
+///
+/// [`Flow::enter`] gives a sublayer its input and [`Flow::leave`] takes its output, with the values of
+/// [`HyperConn::around`]. On a GPU the output is added only when the next sublayer enters, in the one
+/// pass over the stream that also makes that sublayer's coefficients and normed input; whoever asks for
+/// the stream in between gets it added at once.
+#[derive(Debug)]
+pub struct Flow {
+    stream: Tensor,
+    carried: Option<PreMix>,
+    state: State,
+}
+
+#[derive(Debug)]
+enum State {
+    /// Between sublayers.
+    Whole,
+    /// Inside of one.
+    Inside(Mix),
+    /// Inside of one, its coefficients packed.
+    #[cfg(feature = "cuda")]
+    InsidePacked(Tensor),
+    /// Between sublayers, the last one's output `y` not added yet.
+    #[cfg(feature = "cuda")]
+    Open { y: Tensor, coef: Tensor },
+}
+
+impl Flow {
+    /// Starts from `stream: [T, C, dim]` bf16 and the mix its first sublayer collapses with.
+    pub fn new(stream: Tensor, carried: PreMix) -> Self {
+        Self {
+            stream,
+            carried: Some(carried),
+            state: State::Whole,
+        }
+    }
+
+    /// The input `[T, dim]` of the sublayer with these connections, normed.
+    ///
+    /// # Errors
+    /// Shapes that do not fit, or a sublayer that was entered and not left.
+    pub fn enter(&mut self, hc: &HyperConn, norm: &RmsNorm) -> Result<Tensor> {
+        let Some(carried) = self.carried.take() else {
+            return Err(not_left());
+        };
+        #[cfg(feature = "cuda")]
+        if let Some(weight) = norm.weight_bf16().filter(|_| hc.fuses(&self.stream)) {
+            let collapse = (carried.tensor(), weight);
+            let open = match &self.state {
+                State::Open { y, coef } => Some(crate::cuda::Open { y, coef }),
+                _ => None,
+            };
+            let step = hc.step(&self.stream, open, collapse, norm.eps())?;
+            if let Some(stream) = step.stream {
+                self.stream = stream;
+            }
+            self.state = State::InsidePacked(step.coef);
+            return step.normed.ok_or_else(not_left);
+        }
+        self.settle()?;
+        let mix = hc.mixes(&self.stream)?;
+        let x = norm.forward(&hc_pre(&self.stream, &carried)?)?;
+        self.state = State::Inside(mix);
+        Ok(x)
+    }
+
+    /// Ends the sublayer entered last with its output `y: [T, dim]` bf16.
+    ///
+    /// # Errors
+    /// Shapes that do not fit, or no sublayer that was entered.
+    pub fn leave(&mut self, y: Tensor) -> Result<()> {
+        match std::mem::replace(&mut self.state, State::Whole) {
+            State::Inside(mix) => {
+                let (stream, carried) = mix.finish(&y, &self.stream)?;
+                (self.stream, self.carried) = (stream, Some(carried));
+                Ok(())
+            }
+            #[cfg(feature = "cuda")]
+            State::InsidePacked(coef) => {
+                self.carried = Some(PreMix::of_packed(&coef, self.stream.dims()[1])?);
+                self.state = State::Open {
+                    y: y.contiguous()?,
+                    coef,
+                };
+                Ok(())
+            }
+            _ => Err(Error::shape("flow", "no sublayer to leave")),
+        }
+    }
+
+    /// The stream `[T, C, dim]`, all sublayers so far added.
+    ///
+    /// # Errors
+    /// The launch that adds the last one failed.
+    pub fn stream(&mut self) -> Result<&Tensor> {
+        self.settle()?;
+        Ok(&self.stream)
+    }
+
+    /// The mix carried to the next sublayer; `None` inside of one.
+    pub fn carried(&self) -> Option<&PreMix> {
+        self.carried.as_ref()
+    }
+
+    /// Replaces the stream by what `f` makes of it.
+    ///
+    /// # Errors
+    /// Those of `f`.
+    pub fn map(&mut self, f: impl FnOnce(&Tensor) -> Result<Tensor>) -> Result<()> {
+        self.settle()?;
+        self.stream = f(&self.stream)?;
+        Ok(())
+    }
+
+    /// The stream and the mix for what comes after.
+    ///
+    /// # Errors
+    /// A sublayer that was entered and not left.
+    pub fn finish(mut self) -> Result<(Tensor, PreMix)> {
+        self.settle()?;
+        Ok((self.stream, self.carried.ok_or_else(not_left)?))
+    }
+
+    /// Adds what is open.
+    fn settle(&mut self) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        if let State::Open { y, coef } = &self.state {
+            let mix = Mix::unpack(coef, self.stream.dims()[1])?;
+            self.stream = crate::hc_post(y, &self.stream, &mix.post, &mix.comb)?;
+            self.state = State::Whole;
+        }
+        Ok(())
+    }
+}
+
+fn not_left() -> Error {
+    Error::shape("flow", "a sublayer was entered and not left")
+}
