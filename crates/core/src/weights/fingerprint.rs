@@ -43,7 +43,7 @@ fn of_tensor(tensor: &RawTensor, stride: u64) -> u64 {
         let bytes = &tensor.bytes;
         let last = bytes.len().saturating_sub(PIECE);
         for i in 0..PIECES {
-            let at = last / (PIECES - 1) * i;
+            let at = last * i / (PIECES - 1);
             hash.update_framed(&bytes[at..bytes.len().min(at + PIECE)]);
         }
     }
