@@ -496,8 +496,10 @@ struct Grouped {
     max_tiles: usize,
 }
 
+type Bytes<'a> = std::borrow::Cow<'a, [u8]>;
+
 /// Codes (or values) and scales of a layer, as stored; fp8 scales in tiles of 32.
-fn stored(linear: &Linear) -> Result<(std::borrow::Cow<'_, [u8]>, std::borrow::Cow<'_, [u8]>)> {
+fn stored(linear: &Linear) -> Result<(Bytes<'_>, Bytes<'_>)> {
     use std::borrow::Cow::{Borrowed, Owned};
     match linear {
         Linear::Bf16(w) => Ok((Borrowed(w.bytes()), Borrowed(&[]))),

@@ -30,7 +30,7 @@ struct Ceilings {
 }
 
 /// Median seconds of one call in runs of `n`.
-fn time(device: &Device, n: usize, mut f: impl FnMut(usize) -> Result<()>) -> Result<f64> {
+fn time<T>(device: &Device, n: usize, mut f: impl FnMut(usize) -> Result<T>) -> Result<f64> {
     for i in 0..n.min(10) {
         f(i)?;
     }
@@ -75,10 +75,13 @@ fn noise(device: &Device, shape: &[usize]) -> Result<Tensor> {
 #[allow(clippy::print_stdout, reason = "the table is what this program is for")]
 pub(crate) fn run(device: &Device) -> Result<()> {
     let big = noise(device, &[1 << 14, 1 << 15])?;
-    let copy = time(device, 10, |_| Ok(drop(big.copy()?)))?;
+    let copy = time(device, 20, |_| {
+        big.copy()?;
+        Ok(())
+    })?;
     drop(big);
     let (a, b) = (noise(device, &[8192, 8192])?, noise(device, &[8192, 8192])?);
-    let product = time(device, 10, |_| Ok(drop(a.matmul(&b.t()?)?)))?;
+    let product = time(device, 10, |_| Ok(a.matmul(&b.t()?)?))?;
     let top = Ceilings {
         bytes: 2.0 * 2.0 * f64::from(1 << 29) / copy,
         flops: 2.0 * 8192f64.powi(3) / product,
@@ -108,7 +111,7 @@ fn linears(device: &Device, rng: &Random, top: &Ceilings) -> Result<()> {
         for m in [1, 16, 4096] {
             let x = noise(device, &[m, k])?;
             let calls = if m > 64 { 10 } else { 200 };
-            let seconds = time(device, calls, |i| Ok(drop(layers[i % copies].forward(&x)?)))?;
+            let seconds = time(device, calls, |i| layers[i % copies].forward(&x))?;
             let work = match m {
                 4096 => Work::Flops(2.0 * (m * n * k) as f64),
                 _ => Work::Bytes((n * k + n * k / 1024 + 2 * m * (n + k)) as f64),
@@ -127,11 +130,11 @@ fn rows(device: &Device, rng: &Random, top: &Ceilings) -> Result<()> {
         let bytes = |factor: f64| Work::Bytes(factor * (t * dim) as f64);
         let calls = if t > 64 { 50 } else { 500 };
         let shape = format!("{t}x{dim}");
-        let seconds = time(device, calls, |_| Ok(drop(rms_norm(&x, &w, 1e-20)?)))?;
+        let seconds = time(device, calls, |_| rms_norm(&x, &w, 1e-20))?;
         row("rms_norm", &shape, seconds, bytes(4.0), top);
-        let seconds = time(device, calls, |_| Ok(drop(act_quant(&x)?)))?;
+        let seconds = time(device, calls, |_| act_quant(&x))?;
         row("act_quant", &shape, seconds, bytes(3.03), top);
-        let seconds = time(device, calls, |_| Ok(drop(fake_quant_fp8(&x)?)))?;
+        let seconds = time(device, calls, |_| fake_quant_fp8(&x))?;
         row("fake_quant_fp8", &shape, seconds, bytes(4.0), top);
         let cfg = HyperConnConfig {
             hc_mult: 4,
@@ -205,9 +208,7 @@ fn experts(device: &Device, rng: &Random, top: &Ceilings) -> Result<()> {
         let x = noise(device, &[t, dim])?;
         let routing = moe.gate().forward(&x, None)?;
         let calls = if t > 64 { 5 } else { 200 };
-        let seconds = time(device, calls, |_| {
-            Ok(drop(moe.forward_routed(&x, &routing)?))
-        })?;
+        let seconds = time(device, calls, |_| moe.forward_routed(&x, &routing))?;
         let active = (t * k).min(e);
         let work = match t {
             1024 => Work::Flops(2.0 * (expert * (k + 1) * t) as f64),
@@ -220,7 +221,7 @@ fn experts(device: &Device, rng: &Random, top: &Ceilings) -> Result<()> {
             work,
             top,
         );
-        let seconds = time(device, 200, |_| Ok(drop(moe.gate().forward(&x, None)?)))?;
+        let seconds = time(device, 200, |_| moe.gate().forward(&x, None))?;
         row(
             "gate",
             &format!("T{t}, {k} of {e}"),
@@ -244,9 +245,7 @@ fn attention(device: &Device, rng: &Random, top: &Ceilings) -> Result<()> {
             idxs: &idxs,
         }];
         let calls = if t > 64 { 10 } else { 200 };
-        let seconds = time(device, calls, |_| {
-            Ok(drop(sparse_attn(&q, &scopes, &sink, 0.044)?))
-        })?;
+        let seconds = time(device, calls, |_| sparse_attn(&q, &scopes, &sink, 0.044))?;
         let work = Work::Flops(4.0 * (t * h * d * n) as f64);
         row(
             "sparse_attn",
@@ -269,7 +268,7 @@ fn attention(device: &Device, rng: &Random, top: &Ceilings) -> Result<()> {
         ];
         let calls = if t > 64 { 10 } else { 100 };
         let seconds = time(device, calls, |_| {
-            Ok(drop(index_topk(&q, &w, &keys, &spans, k, None)?))
+            index_topk(&q, &w, &keys, &spans, k, None)
         })?;
         let work = match t {
             1 => Work::Bytes((2 * rows * d) as f64),

@@ -63,7 +63,29 @@ pub(crate) fn open(ordinal: usize) -> Result<Device> {
     // SAFETY: this device's tensors are used on its one stream only, which orders allocation, use and
     // release.
     unsafe { dev.disable_event_tracking() };
+    keep_freed_memory(&dev)?;
     Ok(Device::Cuda(dev))
+}
+
+/// Lets the driver's pool keep what is freed.
+///
+/// By default it hands everything unused back at each synchronisation, which is once a token, and maps it
+/// anew for the next step.
+fn keep_freed_memory(dev: &CudaDevice) -> Result<()> {
+    let stream = dev.cuda_stream();
+    let mut threshold = u64::MAX;
+    let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+    // SAFETY: the handle is this context's device, and the attribute is a u64, which is read before the
+    // call returns.
+    let set = unsafe {
+        let mut pool = std::ptr::null_mut();
+        sys::cuDeviceGetDefaultMemPool(&mut pool, stream.context().cu_device())
+            .result()
+            .and_then(|()| {
+                sys::cuMemPoolSetAttribute(pool, attribute, (&raw mut threshold).cast()).result()
+            })
+    };
+    set.map_err(|e| driver("memory pool", e))
 }
 
 fn hint_no_gpu() -> &'static str {
@@ -187,8 +209,8 @@ fn function(
 }
 
 fn load_module(ctx: &Arc<CudaContext>, module: Module) -> Result<Arc<CudaModule>> {
-    static MODULES: OnceLock<Mutex<HashMap<(usize, &'static str), Arc<CudaModule>>>> =
-        OnceLock::new();
+    type Loaded = HashMap<(usize, &'static str), Arc<CudaModule>>;
+    static MODULES: OnceLock<Mutex<Loaded>> = OnceLock::new();
     let key = (ctx.ordinal(), module.name);
     let mut modules = lock(&MODULES);
     if let Some(found) = modules.get(&key) {
