@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use candle_core::{DType, Tensor};
-use deepseek_v41_core::{Comm, Error, Result, VarBuilder};
+use deepseek_v41_core::{Comm, Error, Result, VarBuilder, cpu};
 
 use crate::cache::{CompressedCache, WindowCache};
 use crate::compressor::Compressor;
@@ -107,45 +107,30 @@ impl Attention {
             LayerRole::Window => &ropes.window,
             LayerRole::Compressed { .. } => &ropes.compressed,
         };
-        let (qr, q) = self.core.queries(xs, table)?;
-        let kv = self.core.kv_rows(xs, table)?;
         let LayerCache {
             window,
             source,
             kv: lent,
             index_k,
         } = cache;
+        // Queries and rows both come from the input, and neither from the other.
+        let (queries, rows) = cpu::join(
+            self.query_work(xs),
+            || self.core.queries(xs, table),
+            || -> Result<_> {
+                let kv = self.core.kv_rows(xs, table)?;
+                Ok((kv, self.write_source(xs, plan, ropes, source)?))
+            },
+        );
+        let ((qr, q), (kv, own)) = (queries?, rows?);
         let far = match self.cfg.role {
             LayerRole::Window => None,
             LayerRole::Compressed { ratio, index, .. } => {
-                let plan = plan.compress(ratio)?;
-                let mut own = self.own_source(source)?;
-                let latent = match (&self.compressor, own.as_deref_mut()) {
-                    (Some(compressor), Some(own)) => compressor.forward(xs, plan, own)?,
-                    _ => None,
-                };
-                // Keys come from the unrotated latent, and before the scores: a token sees the group
-                // it completes.
-                if let (Some(indexer), Some(own), Some(latent)) =
-                    (&self.indexer, own.as_deref_mut(), &latent)
-                    && let Some(keys) = indexer.keys(latent, ropes.groups(ratio)?)?
-                {
-                    own.write_index_k(&keys, plan)?;
-                }
-                if let (Some(own), Some(latent)) = (own.as_deref_mut(), &latent) {
-                    let groups = ropes.groups(ratio)?;
-                    own.write_kv(
-                        &finish_rows(latent, None, groups, RowQuant::Compressed)?,
-                        plan,
-                    )?;
-                }
-                let far: &CompressedCache = match own {
-                    Some(own) => own,
-                    None => lent.ok_or(Error::MissingSource {
-                        what: "a compressed cache",
-                    })?,
-                };
+                let far = own.or(lent).ok_or(Error::MissingSource {
+                    what: "a compressed cache",
+                })?;
                 if let (IndexRole::Run(_), Some(indexer)) = (index, &self.indexer) {
+                    let plan = plan.compress(ratio)?;
                     indexer.select(xs, &qr, table, plan, far, index_k, shared)?;
                 }
                 Some((far, &shared.topk()?.0))
@@ -170,6 +155,45 @@ impl Attention {
         // After attention: a chunk's own rows may push out rows that its first tokens still see.
         window.write(&kv, &plan.window)?;
         self.core.output(&o, table)
+    }
+
+    /// Compresses the tokens into the layer's own cache, if it has one, and returns it.
+    fn write_source<'a>(
+        &self,
+        xs: &Tensor,
+        plan: &AttnPlan,
+        ropes: &RopeTables,
+        source: Option<&'a mut CompressedCache>,
+    ) -> Result<Option<&'a CompressedCache>> {
+        let LayerRole::Compressed { ratio, .. } = self.cfg.role else {
+            return Ok(None);
+        };
+        let (Some(compressor), Some(own)) = (&self.compressor, self.own_source(source)?) else {
+            return Ok(None);
+        };
+        let plan = plan.compress(ratio)?;
+        if let Some(latent) = compressor.forward(xs, plan, own)? {
+            let groups = ropes.groups(ratio)?;
+            // Keys come from the unrotated latent, and before the scores: a token sees the group it
+            // completes.
+            if let Some(indexer) = &self.indexer
+                && let Some(keys) = indexer.keys(&latent, groups)?
+            {
+                own.write_index_k(&keys, plan)?;
+            }
+            let rows = finish_rows(&latent, None, groups, RowQuant::Compressed)?;
+            own.write_kv(&rows, plan)?;
+        }
+        Ok(Some(own))
+    }
+
+    /// Operations of the query projections, for deciding about threads; a GPU has its own.
+    fn query_work(&self, xs: &Tensor) -> usize {
+        let cfg = &self.cfg;
+        match xs.device().is_cpu() {
+            true => 2 * cfg.q_lora_rank * (cfg.dim + cfg.n_heads * cfg.head_dim) * xs.dims()[0],
+            false => 0,
+        }
     }
 
     /// The layer's own cache, which must be there exactly if it compresses its own KV.

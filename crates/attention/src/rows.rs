@@ -1,8 +1,9 @@
 //! The last steps of every row that is cached or scored: norm, rotation and rounding in one pass.
 
 use candle_core::{CpuStorage, CustomOp3, Layout, Shape, Storage, Tensor};
-use deepseek_v41_core::rms_norm_ref;
-use deepseek_v41_core::{Error, Result, RmsNorm, RopeTable, apply_rope, apply_rope_ref, cpu};
+use deepseek_v41_core::{
+    Error, Result, RmsNorm, RopeTable, apply_rope, apply_rope_row, cpu, rms_norm_row,
+};
 use deepseek_v41_quant::{
     ScaleFormat, fake_quant_fp4, fake_quant_fp4_slice, fake_quant_fp8, fake_quant_fp8_slice,
 };
@@ -124,21 +125,19 @@ struct FinishRows {
     quant: RowQuant,
 }
 
-/// One row: normalised from `wide` (its f32 values) if there is a norm, then rotated and rounded.
+/// One row: normalised by way of `copy` if there is a norm, then rotated and rounded.
 fn finish_row(
     row: &mut [bf16],
-    wide: &mut [f32],
+    copy: &mut [bf16],
     norm: Option<(&[f32], f32)>,
     (cos, sin): (&[f32], &[f32]),
     quant: RowQuant,
 ) {
     if let Some((weight, eps)) = norm {
-        for (wide, x) in wide.iter_mut().zip(row.iter()) {
-            *wide = x.to_f32();
-        }
-        rms_norm_ref(wide, weight, eps, row);
+        copy.copy_from_slice(row);
+        rms_norm_row(copy, weight, eps, row);
     }
-    apply_rope_ref(row, cos, sin, false);
+    apply_rope_row(row, cos, sin, false);
     quant.slice(row);
 }
 
@@ -175,13 +174,13 @@ impl CustomOp3 for FinishRows {
         let (dims, half) = (l1.dims(), l2.dims()[1]);
         let width = dims[dims.len() - 1];
         let heads = if dims.len() == 3 { dims[1] } else { 1 };
-        let token = |wide: &mut Vec<f32>, t: usize, rows: &mut [bf16]| {
-            wide.resize(width, 0.0);
+        let token = |copy: &mut Vec<bf16>, t: usize, rows: &mut [bf16]| {
+            copy.resize(width, bf16::ZERO);
             let at = t * half..(t + 1) * half;
             for row in rows.chunks_exact_mut(width) {
                 finish_row(
                     row,
-                    wide,
+                    copy,
                     norm,
                     (&cos[at.clone()], &sin[at.clone()]),
                     self.quant,
@@ -191,11 +190,11 @@ impl CustomOp3 for FinishRows {
         if heads > 0 && cpu::should_parallelise(out.len() * 24) {
             out.par_chunks_mut(heads * width)
                 .enumerate()
-                .for_each_init(Vec::new, |wide, (t, rows)| token(wide, t, rows));
+                .for_each_init(Vec::new, |copy, (t, rows)| token(copy, t, rows));
         } else if heads > 0 {
-            let mut wide = Vec::new();
+            let mut copy = Vec::new();
             for (t, rows) in out.chunks_mut(heads * width).enumerate() {
-                token(&mut wide, t, rows);
+                token(&mut copy, t, rows);
             }
         }
         Ok((CpuStorage::BF16(out), l1.shape().clone()))

@@ -16,6 +16,6 @@ pub use comm::{Comm, LocalComm, ThreadComm};
 pub use device::{open_device, upload};
 pub use error::{Error, Result, SavedStateError, WeightError};
 pub use fingerprint::Fingerprint;
-pub use norm::{RmsNorm, rms_norm, rms_norm_ref};
-pub use rope::{Rope, RopeConfig, RopeTable, apply_rope, apply_rope_ref};
+pub use norm::{RmsNorm, rms_norm, rms_norm_ref, rms_norm_row};
+pub use rope::{Rope, RopeConfig, RopeTable, apply_rope, apply_rope_ref, apply_rope_row};
 pub use weights::{LoadPolicy, RawTensor, Shard, StoredDtype, VarBuilder, Weights};

@@ -108,21 +108,43 @@ fn check(xs: &Tensor, weight: &Tensor) -> Result<()> {
 /// element of the row, and with fp8 layers behind it a single flipped bf16 rounding is amplified to
 /// per cents. The sum of squares runs in eight lanes (`k mod 8`, ascending) and a fixed tree.
 pub fn rms_norm_ref(x: &[f32], w: &[f32], eps: f32, out: &mut [bf16]) {
+    row_body(x, |x| x, w, eps, out);
+}
+
+/// [`rms_norm_ref`] of a bf16 row, bit for bit, with wider instructions where there are any.
+pub fn rms_norm_row(x: &[bf16], w: &[f32], eps: f32, out: &mut [bf16]) {
+    #[cfg(target_arch = "x86_64")]
+    #[target_feature(enable = "avx2")]
+    fn avx2(x: &[bf16], w: &[f32], eps: f32, out: &mut [bf16]) {
+        row_body(x, cpu::widen, w, eps, out);
+    }
+    match cpu::Isa::detect() {
+        cpu::Isa::Portable => row_body(x, cpu::widen, w, eps, out),
+        // SAFETY: both variants are only made where the processor has AVX2.
+        #[cfg(target_arch = "x86_64")]
+        cpu::Isa::Avx2 | cpu::Isa::Avx512 => unsafe { avx2(x, w, eps, out) },
+    }
+}
+
+#[inline(always)]
+fn row_body<T: Copy>(x: &[T], widen: impl Fn(T) -> f32, w: &[f32], eps: f32, out: &mut [bf16]) {
     let mut lanes = [0f64; 8];
-    let mut chunks = x.chunks_exact(8);
-    for chunk in chunks.by_ref() {
+    let (chunks, rest) = x.as_chunks::<8>();
+    for chunk in chunks {
         for l in 0..8 {
-            lanes[l] += f64::from(chunk[l]) * f64::from(chunk[l]);
+            let v = f64::from(widen(chunk[l]));
+            lanes[l] += v * v;
         }
     }
-    for (lane, v) in lanes.iter_mut().zip(chunks.remainder()) {
-        *lane += f64::from(*v) * f64::from(*v);
+    for (lane, v) in lanes.iter_mut().zip(rest) {
+        let v = f64::from(widen(*v));
+        *lane += v * v;
     }
     let l = lanes;
     let sum = ((l[0] + l[4]) + (l[2] + l[6])) + ((l[1] + l[5]) + (l[3] + l[7]));
     let rstd = 1.0 / (sum / x.len() as f64 + f64::from(eps)).sqrt();
     for ((o, x), w) in out.iter_mut().zip(x).zip(w) {
-        *o = bf16::from_f32((f64::from(*w) * (f64::from(*x) * rstd)) as f32);
+        *o = cpu::round_bf16((f64::from(*w) * (f64::from(widen(*x)) * rstd)) as f32);
     }
 }
 
@@ -146,20 +168,13 @@ impl CustomOp2 for RmsNormOp {
         let w = cpu::contiguous::<f32>(s2, l2, "rms_norm")?;
         let dim = w.len();
         let mut out = vec![bf16::ZERO; xs.len()];
-        let row = |buf: &mut Vec<f32>, out: &mut [bf16], x: &[bf16]| {
-            buf.clear();
-            buf.extend(x.iter().map(|v| v.to_f32()));
-            rms_norm_ref(buf, w, self.eps, out);
-        };
+        let row = |(out, x): (&mut [bf16], &[bf16])| rms_norm_row(x, w, self.eps, out);
         if dim > 0 && cpu::should_parallelise(xs.len() * 4) {
             out.par_chunks_mut(dim)
                 .zip(xs.par_chunks(dim))
-                .for_each_init(Vec::new, |buf, (out, x)| row(buf, out, x));
+                .for_each(row);
         } else if dim > 0 {
-            let mut buf = Vec::with_capacity(dim);
-            for (out, x) in out.chunks_mut(dim).zip(xs.chunks(dim)) {
-                row(&mut buf, out, x);
-            }
+            out.chunks_mut(dim).zip(xs.chunks(dim)).for_each(row);
         }
         Ok((CpuStorage::BF16(out), l1.shape().clone()))
     }

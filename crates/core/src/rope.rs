@@ -169,12 +169,35 @@ pub fn apply_rope(xs: &Tensor, table: &RopeTable, inverse: bool) -> Result<Tenso
 
 /// One vector in place: `x: [D]`, `cos`, `sin: [half]`; the last `2 * half` elements turn.
 pub fn apply_rope_ref(x: &mut [bf16], cos: &[f32], sin: &[f32], inverse: bool) {
+    row_body(x, cos, sin, inverse);
+}
+
+/// [`apply_rope_ref`], bit for bit, with wider instructions where there are any.
+pub fn apply_rope_row(x: &mut [bf16], cos: &[f32], sin: &[f32], inverse: bool) {
+    #[cfg(target_arch = "x86_64")]
+    #[target_feature(enable = "avx2")]
+    fn avx2(x: &mut [bf16], cos: &[f32], sin: &[f32], inverse: bool) {
+        row_body(x, cos, sin, inverse);
+    }
+    match cpu::Isa::detect() {
+        cpu::Isa::Portable => row_body(x, cos, sin, inverse),
+        // SAFETY: both variants are only made where the processor has AVX2.
+        #[cfg(target_arch = "x86_64")]
+        cpu::Isa::Avx2 | cpu::Isa::Avx512 => unsafe { avx2(x, cos, sin, inverse) },
+    }
+}
+
+#[inline(always)]
+fn row_body(x: &mut [bf16], cos: &[f32], sin: &[f32], inverse: bool) {
+    let sign = if inverse { -1.0 } else { 1.0 };
     let tail = x.len() - 2 * cos.len();
-    for (pair, (c, s)) in x[tail..].chunks_exact_mut(2).zip(cos.iter().zip(sin)) {
-        let s = if inverse { -s } else { *s };
-        let (re, im) = (pair[0].to_f32(), pair[1].to_f32());
-        pair[0] = bf16::from_f32(re * c - im * s);
-        pair[1] = bf16::from_f32(re * s + im * c);
+    let (pairs, _) = x[tail..].as_chunks_mut::<2>();
+    for (pair, (c, s)) in pairs.iter_mut().zip(cos.iter().zip(sin)) {
+        let (re, im, s) = (cpu::widen(pair[0]), cpu::widen(pair[1]), s * sign);
+        *pair = [
+            cpu::round_bf16(re * c - im * s),
+            cpu::round_bf16(re * s + im * c),
+        ];
     }
 }
 
@@ -207,7 +230,7 @@ impl CustomOp3 for ApplyRope {
         let token = |i: usize, row: &mut [bf16]| {
             let at = i * half..(i + 1) * half;
             for head in row.chunks_exact_mut(d) {
-                apply_rope_ref(head, &cos[at.clone()], &sin[at.clone()], self.inverse);
+                apply_rope_row(head, &cos[at.clone()], &sin[at.clone()], self.inverse);
             }
         };
         let width = heads * d;

@@ -3,14 +3,15 @@
 use candle_core::Tensor;
 use deepseek_v41_core::{Error, Result, RmsNorm};
 
+use crate::ops::{Open, hc_step};
 use crate::{HyperConn, Mix, PreMix, hc_pre};
 
 /// The residual stream and the mix carried to the next sublayer.
 ///
 /// [`Flow::enter`] gives a sublayer its input and [`Flow::leave`] takes its output, with the values of
-/// [`HyperConn::around`]. On a GPU the output is added only when the next sublayer enters, in the one
-/// pass over the stream that also makes that sublayer's coefficients and normed input; whoever asks for
-/// the stream in between gets it added at once.
+/// [`HyperConn::around`]. The output is added only when the next sublayer enters, in the one pass over
+/// the stream that also makes that sublayer's coefficients and normed input; whoever asks for the stream
+/// in between gets it added at once.
 #[derive(Debug)]
 pub struct Flow {
     stream: Tensor,
@@ -25,10 +26,8 @@ enum State {
     /// Inside of one.
     Inside(Mix),
     /// Inside of one, its coefficients packed.
-    #[cfg(feature = "cuda")]
     InsidePacked(Tensor),
     /// Between sublayers, the last one's output `y` not added yet.
-    #[cfg(feature = "cuda")]
     Open { y: Tensor, coef: Tensor },
 }
 
@@ -64,6 +63,19 @@ impl Flow {
             self.state = State::InsidePacked(step.coef);
             return step.normed.ok_or_else(not_left);
         }
+        if self.stream.device().is_cpu() {
+            let open = match &self.state {
+                State::Open { y, coef } => Some(Open { y, coef }),
+                _ => None,
+            };
+            let step = hc.step_cpu(&self.stream, open, &carried, norm)?;
+            if let Some(stream) = step.stream {
+                self.stream = stream;
+            }
+            let (coef, x) = step.begun.ok_or_else(not_left)?;
+            self.state = State::InsidePacked(coef);
+            return Ok(x);
+        }
         self.settle()?;
         let mix = hc.mixes(&self.stream)?;
         let x = norm.forward(&hc_pre(&self.stream, &carried)?)?;
@@ -82,7 +94,6 @@ impl Flow {
                 (self.stream, self.carried) = (stream, Some(carried));
                 Ok(())
             }
-            #[cfg(feature = "cuda")]
             State::InsidePacked(coef) => {
                 self.carried = Some(PreMix::of_packed(&coef, self.stream.dims()[1])?);
                 self.state = State::Open {
@@ -125,15 +136,20 @@ impl Flow {
     /// A sublayer that was entered and not left.
     pub fn finish(mut self) -> Result<(Tensor, PreMix)> {
         self.settle()?;
-        Ok((self.stream, self.carried.ok_or_else(not_left)?))
+        let carried = self.carried.ok_or_else(not_left)?;
+        Ok((self.stream, carried.contiguous()?))
     }
 
     /// Adds what is open.
     fn settle(&mut self) -> Result<()> {
-        #[cfg(feature = "cuda")]
         if let State::Open { y, coef } = &self.state {
-            let mix = Mix::unpack(coef, self.stream.dims()[1])?;
-            self.stream = crate::hc_post(y, &self.stream, &mix.post, &mix.comb)?;
+            self.stream = if self.stream.device().is_cpu() {
+                let step = hc_step(&self.stream, Some(Open { y, coef }), None)?;
+                step.stream.ok_or_else(not_left)?
+            } else {
+                let mix = Mix::unpack(coef, self.stream.dims()[1])?;
+                crate::hc_post(y, &self.stream, &mix.post, &mix.comb)?
+            };
             self.state = State::Whole;
         }
         Ok(())

@@ -1,6 +1,7 @@
 use candle_core::Tensor;
-use deepseek_v41_core::{Error, Result, VarBuilder};
+use deepseek_v41_core::{Error, Result, RmsNorm, VarBuilder};
 
+use crate::ops::{HcMixes, Next, Open, Step, hc_step};
 use crate::{HyperConnConfig, Mix, MixWeights, PreMix, Site, hc_mixes, hc_pre};
 
 /// The hyper-connections around one sublayer.
@@ -65,6 +66,23 @@ impl HyperConn {
         let mix = self.mixes(stream)?;
         let y = sublayer(hc_pre(stream, &carried)?)?;
         mix.finish(&y, stream)
+    }
+
+    /// Ends the sublayer before, if it is `open`, and begins this one, on the CPU.
+    pub(crate) fn step_cpu(
+        &self,
+        stream: &Tensor,
+        open: Option<Open<'_>>,
+        carried: &PreMix,
+        norm: &RmsNorm,
+    ) -> Result<Step> {
+        let mixes = HcMixes {
+            weights: &self.weights,
+            p: self.cfg.sinkhorn(),
+            norm_eps: self.cfg.norm_eps,
+        };
+        let pre = carried.tensor();
+        hc_step(stream, open, Some(Next { mixes, pre, norm }))
     }
 
     /// Whether one kernel does all of a step of `stream`.

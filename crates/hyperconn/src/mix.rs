@@ -45,12 +45,19 @@ impl PreMix {
     }
 
     /// The first part of packed coefficients `[T, (2+C)C]`, not copied.
-    #[cfg(feature = "cuda")]
     pub(crate) fn of_packed(coef: &Tensor, c: usize) -> Result<Self> {
         Ok(Self(coef.narrow(1, 0, c)?))
     }
 
-    /// `[T, C]` f32; on a GPU it may be a view with longer rows.
+    /// The same with rows end to end, as the operations on the CPU take it.
+    pub(crate) fn contiguous(self) -> Result<Self> {
+        match self.0.device().is_cpu() {
+            true => Ok(Self(self.0.contiguous()?)),
+            false => Ok(self),
+        }
+    }
+
+    /// `[T, C]` f32; it may be a view with longer rows.
     pub fn tensor(&self) -> &Tensor {
         &self.0
     }

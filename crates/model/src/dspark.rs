@@ -12,7 +12,7 @@ use deepseek_v41_quant::{Linear, WeightFormat};
 
 use crate::{
     Config, ModelState, Probe, SequenceId, Transformer, block::FeedForward, embed::Embedding,
-    probe::NoProbe,
+    probe::NoProbe, transformer::pooled,
 };
 
 /// The draft head (`mtp.*`): some layers of its own on the backbone's embedding and output head.
@@ -30,6 +30,15 @@ pub struct DSpark {
     embed: Embedding,
     head: Linear,
     rope: Rope,
+    ranks: usize,
+}
+
+/// The blocks after the last stage.
+struct Hidden {
+    /// `[blocks * block_size, dim]`, collapsed but not normed.
+    xs: Tensor,
+    /// `[blocks * block_size][vocab_size]`, without the bias of the token before.
+    logits: Vec<Vec<f32>>,
 }
 
 #[derive(Debug)]
@@ -120,6 +129,7 @@ impl DSpark {
             head: transformer.head().clone(),
             rope: Rope::new(&cfg.window_rope())?,
             device: transformer.device().clone(),
+            ranks: comm.world_size(),
             cfg: cfg.clone(),
         })
     }
@@ -151,7 +161,10 @@ impl DSpark {
         state: &mut ModelState,
         choose: &mut ChooseToken<'_>,
     ) -> Result<Vec<Option<Draft>>> {
-        self.draft_probed(requests, target_hidden, state, choose, &mut NoProbe)
+        let hidden = pooled(&self.device, self.ranks, || {
+            self.hidden(requests, target_hidden, state, &mut NoProbe)
+        })?;
+        self.tokens(requests, hidden, choose)
     }
 
     /// [`DSpark::draft`] under observation; draft layers follow the backbone's in number.
@@ -166,6 +179,18 @@ impl DSpark {
         choose: &mut ChooseToken<'_>,
         probe: &mut dyn Probe,
     ) -> Result<Vec<Option<Draft>>> {
+        let hidden = self.hidden(requests, target_hidden, state, probe)?;
+        self.tokens(requests, hidden, choose)
+    }
+
+    /// Everything before the first choice; `None` when there are no blocks to choose for.
+    fn hidden(
+        &self,
+        requests: &[DraftRequest],
+        target_hidden: &Tensor,
+        state: &mut ModelState,
+        probe: &mut dyn Probe,
+    ) -> Result<Option<Hidden>> {
         let plan = self.plan(requests, target_hidden, state)?;
         let ropes = DraftRopes::new(&plan, &self.rope, &self.device)?;
         if !plan.main_positions.is_empty() {
@@ -181,10 +206,11 @@ impl DSpark {
             sequence.drafted = sequence.ids.len();
         }
         if plan.block_positions.is_empty() {
-            return Ok(vec![None; requests.len()]);
+            return Ok(None);
         }
         let xs = self.blocks(requests, &plan, &ropes, state, probe)?;
-        self.tokens(requests, &xs, choose)
+        let logits = self.head.forward(&self.norm.forward(&xs)?)?.to_vec2()?;
+        Ok(Some(Hidden { xs, logits }))
     }
 
     fn plan(
@@ -261,14 +287,13 @@ impl DSpark {
     fn tokens(
         &self,
         requests: &[DraftRequest],
-        xs: &Tensor,
+        hidden: Option<Hidden>,
         choose: &mut ChooseToken<'_>,
     ) -> Result<Vec<Option<Draft>>> {
+        let Some(Hidden { xs, mut logits }) = hidden else {
+            return Ok(vec![None; requests.len()]);
+        };
         let size = self.block_size();
-        let mut logits = self
-            .head
-            .forward(&self.norm.forward(xs)?)?
-            .to_vec2::<f32>()?;
         let mut before: Vec<u32> = requests.iter().filter_map(|r| r.next).collect();
         let blocks = before.len();
         let drafting: Vec<usize> = (0..requests.len())
@@ -289,7 +314,7 @@ impl DSpark {
         }
         // `[size, blocks, rank]` → the rows' own order, block by block.
         let embeds = Tensor::stack(&embeds, 1)?.flatten(0, 1)?;
-        let hidden = Tensor::cat(&[xs, &embeds], 1)?;
+        let hidden = Tensor::cat(&[&xs, &embeds], 1)?;
         let confidence = self
             .confidence
             .forward(&hidden)?

@@ -8,7 +8,7 @@ use deepseek_v41_attention::{
     SharedAttentionRuntime, WindowCache, last_published,
 };
 use deepseek_v41_core::{
-    Comm, Error, Fingerprint, LocalComm, Result, RmsNorm, Rope, VarBuilder, upload,
+    Comm, Error, Fingerprint, LocalComm, Result, RmsNorm, Rope, VarBuilder, cpu, upload,
 };
 use deepseek_v41_engram::{Engram, EngramHashes, EngramLayout, NgramWindow, TokenMap, engram_hash};
 use deepseek_v41_hyperconn::{Flow, PreMix, hc_expand, hc_mean, hc_pre};
@@ -39,6 +39,7 @@ pub struct Transformer {
     ratios: Vec<usize>,
     source_ratios: Vec<usize>,
     fingerprint: u64,
+    ranks: usize,
 }
 
 #[derive(Debug)]
@@ -91,6 +92,7 @@ impl Transformer {
             ratios: plan.ratios(),
             source_ratios: plan.sources().iter().map(|s| s.ratio).collect(),
             device: vb.device().clone(),
+            ranks: comm.world_size(),
             cfg: cfg.clone(),
             plan,
             fingerprint,
@@ -137,7 +139,9 @@ impl Transformer {
     /// outgrow the state; all of these before anything is written. After a failure in the middle of
     /// a step the sequences of its batch can only be released.
     pub fn forward(&self, batch: &ForwardBatch, state: &mut ModelState) -> Result<ForwardOutput> {
-        self.forward_probed(batch, state, &mut NoProbe)
+        pooled(&self.device, self.ranks, || {
+            self.forward_probed(batch, state, &mut NoProbe)
+        })
     }
 
     /// [`Transformer::forward`] under observation.
@@ -368,6 +372,15 @@ fn newest_rows(batch: &ForwardBatch, n: usize) -> Vec<u32> {
         rows.extend(start.max(end.saturating_sub(n)) as u32..end as u32);
     }
     rows
+}
+
+/// Runs a pass where handing parts of its small operations to other threads is cheap. Not beside other
+/// ranks: they wait for each other, which threads of the pool must not.
+pub(crate) fn pooled<R: Send>(device: &Device, ranks: usize, pass: impl FnOnce() -> R + Send) -> R {
+    match device.is_cpu() && ranks == 1 {
+        true => cpu::in_pool(pass),
+        false => pass(),
+    }
 }
 
 /// `[layer][token]` → the source whose keys are scored.

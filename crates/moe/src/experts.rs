@@ -96,7 +96,7 @@ impl Expert {
     }
 
     /// Operations of one token, for deciding about threads.
-    fn work(&self) -> usize {
+    pub(crate) fn work(&self) -> usize {
         6 * self.w1.in_dim() * self.w1.out_dim()
     }
 }

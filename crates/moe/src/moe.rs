@@ -147,13 +147,17 @@ impl Moe {
         let mut out = vec![bf16::ZERO; xs.len()];
         cpu::with_scratch(xs.len(), |values| {
             self.shared.input_values(xs, values);
+            if self.same_values {
+                let values = &*values;
+                let (shared, routed) = cpu::join(
+                    self.shared.work() * (t + routes.experts.len()),
+                    || self.shared.forward_values(values, None, &mut out),
+                    || self.experts.forward(values, routes, &mut sum),
+                );
+                return shared.and(routed);
+            }
             self.shared.forward_values(values, None, &mut out)?;
-            if routes.experts.is_empty() {
-                return Ok(());
-            }
-            if !self.same_values {
-                self.experts.input_values(xs, values);
-            }
+            self.experts.input_values(xs, values);
             self.experts.forward(values, routes, &mut sum)
         })?;
         if self.comm.world_size() > 1 {

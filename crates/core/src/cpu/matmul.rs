@@ -184,8 +184,8 @@ const FEW_VALUES: usize = 8192;
 const MANY_COLS: usize = 512;
 /// Inputs that share a panel: their stretches and sums stay in the second-level cache.
 const MANY_INPUTS: usize = 96;
-/// Work below which a task is not split off, about 20 µs.
-const TASK_WORK: usize = 200_000;
+/// Work below which a task is not split off, about 2 µs.
+const TASK_WORK: usize = 50_000;
 
 /// What a sum is stored as.
 pub(super) trait Output: Copy + Send + Sync {

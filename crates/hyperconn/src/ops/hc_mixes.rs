@@ -91,18 +91,20 @@ pub fn hc_mixes_ref(
 
 /// Tokens whose stream is widened at once: enough to use a weight row several times, few enough
 /// that the widened rows (80 KB a token at release shapes) stay in cache.
-const TOKENS_AT_ONCE: usize = 8;
+pub(super) const TOKENS_AT_ONCE: usize = 8;
 
-struct HcMixes<'a> {
-    weights: &'a MixWeights,
-    p: SinkhornParams,
-    norm_eps: f32,
+/// What the coefficients are made with.
+#[derive(Clone, Copy)]
+pub(crate) struct HcMixes<'a> {
+    pub(crate) weights: &'a MixWeights,
+    pub(crate) p: SinkhornParams,
+    pub(crate) norm_eps: f32,
 }
 
 impl HcMixes<'_> {
     /// `stream: [m, C*dim]` → `out: [m, (2+C)C]`, `m` up to [`TOKENS_AT_ONCE`]. `spread` shares the
     /// weight rows among threads.
-    fn tokens(&self, isa: Isa, spread: bool, stream: &[bf16], out: &mut [f32]) {
+    pub(super) fn tokens(&self, isa: Isa, spread: bool, stream: &[bf16], out: &mut [f32]) {
         let MixWeights {
             func, base, scale, ..
         } = self.weights;

@@ -54,6 +54,9 @@ pub fn hc_post_ref(y: &[bf16], residual: &[bf16], post: &[f32], comb: &[f32], ou
 #[inline(always)]
 fn row_body(y: &[bf16], residual: &[bf16], post: &[f32], comb: &[f32], out: &mut [bf16]) {
     let (c, dim) = (post.len(), y.len());
+    if let (Ok(post), Ok(comb)) = (<&[f32; 4]>::try_from(post), <&[f32; 16]>::try_from(comb)) {
+        return four_copies(y, residual, post, comb, out);
+    }
     let mut mixed: Block = [0.0; BLOCK];
     for (d, n) in blocks(dim) {
         let (mixed, y) = (&mut mixed[..n], &y[d..][..n]);
@@ -70,8 +73,42 @@ fn row_body(y: &[bf16], residual: &[bf16], post: &[f32], comb: &[f32], out: &mut
     }
 }
 
+/// [`row_body`] for the released number of copies: each element is widened once and not once for every
+/// copy it goes to, and its sum stays in a register.
+#[inline(always)]
+fn four_copies(y: &[bf16], residual: &[bf16], post: &[f32; 4], comb: &[f32; 16], out: &mut [bf16]) {
+    let dim = y.len();
+    let mut wide: [Block; 5] = [[0.0; BLOCK]; 5];
+    for (d, n) in blocks(dim) {
+        for (j, wide) in wide.iter_mut().enumerate() {
+            let from = if j < 4 { &residual[j * dim..] } else { y };
+            for (wide, x) in wide.iter_mut().zip(&from[d..][..n]) {
+                *wide = cpu::widen(*x);
+            }
+        }
+        let [r0, r1, r2, r3, y] = &wide;
+        for k in 0..4 {
+            let out = &mut out[k * dim + d..][..n];
+            for i in 0..n {
+                let mut mixed = 0f32;
+                mixed += comb[k] * r0[i];
+                mixed += comb[4 + k] * r1[i];
+                mixed += comb[8 + k] * r2[i];
+                mixed += comb[12 + k] * r3[i];
+                out[i] = cpu::round_bf16(post[k] * y[i] + mixed);
+            }
+        }
+    }
+}
+
 for_isa!(
-    fn row(y: &[bf16], residual: &[bf16], post: &[f32], comb: &[f32], out: &mut [bf16]) = row_body
+    pub(super) fn row(
+        y: &[bf16],
+        residual: &[bf16],
+        post: &[f32],
+        comb: &[f32],
+        out: &mut [bf16],
+    ) = row_body
 );
 
 struct HcPost {
@@ -123,7 +160,7 @@ mod tests {
 
     #[test]
     fn blocks_are_the_reference_bit_for_bit() {
-        for (c, dim) in [(1, 1), (2, 15), (3, 256), (4, 257), (5, 700)] {
+        for (c, dim) in [(1, 1), (2, 15), (3, 256), (4, 256), (4, 257), (5, 700)] {
             let value = |i: usize| ((i * 7919) % 1013) as f32 / 97.0 - 5.0;
             let bf = |n: usize, from: usize| -> Vec<bf16> {
                 (0..n).map(|i| bf16::from_f32(value(from + i))).collect()

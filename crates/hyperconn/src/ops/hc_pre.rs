@@ -57,7 +57,7 @@ fn row_body(stream: &[bf16], pre: &[f32], out: &mut [bf16]) {
     }
 }
 
-for_isa!(fn row(stream: &[bf16], pre: &[f32], out: &mut [bf16]) = row_body);
+for_isa!(pub(super) fn row(stream: &[bf16], pre: &[f32], out: &mut [bf16]) = row_body);
 
 struct HcPre;
 

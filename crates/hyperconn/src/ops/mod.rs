@@ -6,6 +6,7 @@ mod hc_mean;
 mod hc_mixes;
 mod hc_post;
 mod hc_pre;
+mod hc_step;
 mod project;
 mod rows;
 mod split_sinkhorn;
@@ -15,9 +16,11 @@ use deepseek_v41_core::{Error, Result};
 
 pub use hc_expand::{hc_expand, hc_expand_ref};
 pub use hc_mean::{hc_mean, hc_mean_ref};
+pub(crate) use hc_mixes::HcMixes;
 pub use hc_mixes::{hc_mixes, hc_mixes_ref};
 pub use hc_post::{hc_post, hc_post_ref};
 pub use hc_pre::{hc_pre, hc_pre_ref};
+pub(crate) use hc_step::{Next, Open, Step, hc_step};
 pub use split_sinkhorn::{SinkhornParams, split_sinkhorn, split_sinkhorn_ref};
 
 /// Checks one operand of `op` against the shape and dtype it must have.

@@ -64,9 +64,9 @@ pub(super) fn for_each_token<T: Send>(
 /// The bodies use no fused multiply-add, and the compiler does not invent any: wider registers
 /// change how many elements are worked on at a time and not one bit of a result.
 macro_rules! for_isa {
-    (fn $name:ident($($arg:ident: $ty:ty),* $(,)?) = $body:ident) => {
+    ($vis:vis fn $name:ident($($arg:ident: $ty:ty),* $(,)?) = $body:ident) => {
         #[allow(unsafe_code)]
-        fn $name(isa: deepseek_v41_core::cpu::Isa, $($arg: $ty),*) {
+        $vis fn $name(isa: deepseek_v41_core::cpu::Isa, $($arg: $ty),*) {
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx2")]
             fn avx2($($arg: $ty),*) {

@@ -111,7 +111,13 @@ pub(super) fn fold_scales(
         if !(magnitudes.least * factor >= LOW && magnitudes.most * factor <= HIGH) {
             return false;
         }
+        let ((x, x_rest), (out, rest)) = (x.as_chunks::<STEP>(), out.as_chunks_mut::<STEP>());
         for (out, x) in out.iter_mut().zip(x) {
+            for i in 0..STEP {
+                out[i] = x[i] * factor;
+            }
+        }
+        for (out, x) in rest.iter_mut().zip(x_rest) {
             *out = x * factor;
         }
     }
