@@ -108,11 +108,11 @@ static void check_hc_step(int T, int dim, int per, bool counter, bool post) {
     }
     Dev<float> dpo(po), dcm(cm), dpr(pr);
     dim3 grid((dim / 8 + 127) / 128, T);
-    launch("hyperconn/hc_parts:hc_post", grid, 128, 0, x.p, res.p, dpo.p, dcm.p, st2.p, 4, dim);
-    launch("hyperconn/hc_parts:hc_pre", grid, 128, 0, st2.p, dpr.p, y2.p, 4, dim);
+    launch("hyperconn/hc_parts:hc_post", grid, 128, 0, x.p, res.p, dpo.p, dcm.p, st2.p, 4, dim, 4, 16);
+    launch("hyperconn/hc_parts:hc_pre", grid, 128, 0, st2.p, dpr.p, y2.p, 4, dim, 4);
     same("hc_post", shape, st2.get(), hst);
     same("hc_pre", shape, y2.get(), y.get());
-    launch("hyperconn/hc_parts:hc_pre", grid, 128, 0, st2.p, (float*)nullptr, y2.p, 4, dim);
+    launch("hyperconn/hc_parts:hc_pre", grid, 128, 0, st2.p, (float*)nullptr, y2.p, 4, dim, 4);
     std::vector<float> mean;
     for (int t = 0; t < T; ++t)
         for (int d = 0; d < dim; ++d) { double s = 0; for (int c = 0; c < 4; ++c) s += to_f(hst[((size_t)t * 4 + c) * dim + d]); mean.push_back(s / 4); }

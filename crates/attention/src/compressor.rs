@@ -69,9 +69,9 @@ impl Compressor {
                 // Rounded to bf16 by the pooling, before the norm: the norm of the f32 value differs.
                 let sources = &plan.group_src;
                 #[cfg(feature = "cuda")]
-                if kv.device().is_cuda() {
-                    let norm = Some(&self.norm);
-                    let pending = cache.pending();
+                if let Some(rows) = &plan.kernel_rows {
+                    let (norm, pending) = (Some(&self.norm), cache.pending());
+                    let sources = &rows.sources;
                     let latent =
                         crate::cuda::compress(&kv, &score, pending, sources, plan.ratio, norm)?;
                     cache.write_pending(&kv, &score, plan)?;

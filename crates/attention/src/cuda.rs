@@ -40,12 +40,13 @@ fn half_norm(norm: &RmsNorm) -> Result<(&Tensor, f32)> {
     Ok((weight, norm.eps()))
 }
 
-/// [`compress`](crate::ops::compress) of checked operands, then the norm if there is one.
+/// [`compress`](crate::ops::compress) of checked operands, then the norm if there is one; `sources` as
+/// [`KernelRows`](crate::KernelRows) has them.
 pub(crate) fn compress(
     kv: &Tensor,
     score: &Tensor,
     pending: Option<&Tensor>,
-    group_src: &[i64],
+    sources: &Tensor,
     ratio: usize,
     norm: Option<&RmsNorm>,
 ) -> Result<Tensor> {
@@ -53,13 +54,7 @@ pub(crate) fn compress(
     let (kv, score) = (kv.contiguous()?, score.contiguous()?);
     let dev = device(&kv)?;
     let dim = kv.dim(1)?;
-    let groups = group_src.len() / ratio;
-    // A pool row is `kv | score`: row p of either is row 2p of a matrix of half that width.
-    let sources: Vec<i32> = group_src
-        .iter()
-        .map(|&src| if src >= 0 { src } else { -2 + 2 * (src + 1) } as i32)
-        .collect();
-    let sources = upload(sources, group_src.len(), kv.device())?;
+    let groups = sources.elem_count() / ratio;
     let pending = pending
         .map(|p| Held::new(p, OP).ptr::<f32>())
         .transpose()?
@@ -71,7 +66,7 @@ pub(crate) fn compress(
         .ptr(Held::new(&score, OP).ptr::<f32>()?)
         .ptr(pending)
         .ptr(pending.offset(dim * size_of::<f32>()))
-        .ptr(Held::new(&sources, OP).ptr::<i32>()?)
+        .ptr(Held::new(sources, OP).ptr::<i32>()?)
         .maybe(
             norm.map(|(w, _)| Held::new(w, OP).ptr::<bf16>())
                 .transpose()?,
@@ -245,6 +240,15 @@ pub(crate) struct Wanted {
     pub(crate) block: usize,
 }
 
+/// What each query may see.
+pub(crate) struct Spans<'a> {
+    pub(crate) each: &'a [IndexSpan],
+    /// The same as `[T, 2]` i32.
+    pub(crate) rows: &'a Tensor,
+    /// Positions to score, at least the most that any query may see.
+    pub(crate) columns: usize,
+}
+
 /// A `[T, columns]` matrix of sortable 16-bit scores, and how its columns become rows of a pool.
 struct Scores<'a> {
     keys: Ptr<'a>,
@@ -262,7 +266,7 @@ pub(crate) fn index_topk(
     q: &Tensor,
     weights: &Tensor,
     keys: &Tensor,
-    spans: &[IndexSpan],
+    spans: &Spans<'_>,
     wanted: &Wanted,
     candidates: Option<&CandidateBlocks>,
 ) -> Result<(Tensor, Tensor)> {
@@ -282,7 +286,7 @@ pub(crate) fn index_topk(
         "packed keys",
         "bf16 keys (KvFormat::Bf16)",
     )?;
-    let most = spans.iter().map(|s| s.visible as usize).max().unwrap_or(0);
+    let most = spans.columns;
     let (per_row, block) = match candidates {
         Some(c) => (c.ids.dim(1)?, c.block),
         None => (0, 1),
@@ -297,15 +301,13 @@ pub(crate) fn index_topk(
         let nothing = |width: usize| upload(vec![-1i32; t * width], (t, width), q.device());
         return Ok((nothing(k)?, nothing(topk_blocks)?));
     }
-    let flat: Vec<i32> = spans
-        .iter()
-        .flat_map(|s| [s.base as i32, s.visible as i32])
-        .collect();
-    let flat = upload(flat, (t, 2), q.device())?;
+    let Spans {
+        rows: flat, each, ..
+    } = *spans;
     let ids = candidates.map(|c| c.ids.contiguous()).transpose()?;
 
     // Queries of one sequence may share each key they read.
-    let one_base = spans.iter().all(|s| s.base == spans[0].base);
+    let one_base = each.iter().all(|s| s.base == each[0].base);
     let shared = if one_base && candidates.is_none() && t >= 4 {
         4
     } else {
@@ -329,7 +331,7 @@ pub(crate) fn index_topk(
         Held::new(&weights, OP).ptr::<bf16>()?,
     );
     let keys = Held::new(keys, OP).ptr::<bf16>()?;
-    let spans0 = Held::new(&flat, OP).ptr::<i32>()?;
+    let spans0 = Held::new(flat, OP).ptr::<i32>()?;
     let ids0 = ids
         .as_ref()
         .map(|ids| Held::new(ids, OP).ptr::<i32>())

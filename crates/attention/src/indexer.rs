@@ -10,7 +10,7 @@ use half::bf16;
 use crate::cache::CompressedCache;
 use crate::config::{AttentionConfig, CandidateRole, IndexConfig};
 use crate::index_keys::{IndexKeySource, Scored, score_per_token};
-use crate::ops::{self, CandidateBlocks, IndexSpan};
+use crate::ops::{CandidateBlocks, TopkIdxs, Visible, Wanted, select_rows};
 use crate::plan::CompressPlan;
 use crate::rows::{RowQuant, finish_rows};
 use crate::runtime::SharedAttentionRuntime;
@@ -104,13 +104,19 @@ impl Indexer {
                 CandidateRole::None | CandidateRole::Publish => None,
             },
         };
-        let k = self.cfg.topk.min(plan.max_visible as usize);
+        let k = self.cfg.topk.min(plan.columns as usize);
         let scored = match keys {
             IndexKeySource::Owner => {
-                self.score(&query, cache.index_k()?.tensor(), &plan.spans, k)?
+                let spans = Visible {
+                    each: &plan.spans,
+                    columns: plan.columns as usize,
+                    rows: plan.kernel_rows.as_ref().map(|rows| &rows.spans),
+                };
+                self.score(&query, cache.index_k()?.tensor(), &spans, k)?
             }
             IndexKeySource::PerToken(keys) => score_per_token(keys, cache, plan, |run| {
-                self.score(&query.narrow(run.tokens)?, run.keys, &run.spans, k)
+                let spans = Visible::of(&run.spans);
+                self.score(&query.narrow(run.tokens)?, run.keys, &spans, k)
             })?,
         };
         if let Some(candidates) = scored.candidates {
@@ -129,25 +135,26 @@ impl Indexer {
             candidates,
         }: &IndexQuery,
         keys: &Tensor,
-        spans: &[IndexSpan],
+        spans: &Visible<'_>,
         k: usize,
     ) -> Result<Scored> {
-        if self.candidates != CandidateRole::Publish {
-            let topk = ops::index_topk(q, weights, keys, spans, k, candidates.as_ref())?;
-            return Ok(Scored {
-                topk,
-                candidates: None,
-            });
-        }
-        let (blocks, size) = (
-            self.cfg.candidate_topk_blocks,
-            self.cfg.candidate_block_size,
-        );
-        let (topk, candidates) =
-            ops::index_topk_with_candidates(q, weights, keys, spans, k, blocks, size)?;
+        let publishes = self.candidates == CandidateRole::Publish;
+        let (topk_blocks, block) = match publishes {
+            true => (
+                self.cfg.candidate_topk_blocks,
+                self.cfg.candidate_block_size,
+            ),
+            false => (0, 1),
+        };
+        let wanted = Wanted {
+            k,
+            topk_blocks,
+            block,
+        };
+        let (topk, ids) = select_rows(q, weights, keys, spans, wanted, candidates.as_ref())?;
         Ok(Scored {
-            topk,
-            candidates: Some(candidates),
+            topk: TopkIdxs(topk),
+            candidates: publishes.then_some(CandidateBlocks { block, ids }),
         })
     }
 }

@@ -27,7 +27,7 @@ pub use draft::{DSparkAttention, DraftChunk, DraftPlan, DraftRopes};
 pub use index_keys::{IndexKeySource, last_published};
 pub use indexer::Indexer;
 pub use packed::{RowCodec, pack_rows, unpack_rows};
-pub use plan::{AttnPlan, ChunkSpec, CompressPlan, WindowPlan};
+pub use plan::{AttnPlan, ChunkSpec, CompressPlan, KernelRows, WindowPlan};
 pub use pool::{KvFormat, KvPool};
 pub use rows::{RowQuant, finish_rows, finish_rows_unfused};
 pub use runtime::{RopeTables, SharedAttentionRuntime};

@@ -107,6 +107,20 @@ pub struct CompressPlan {
     pub spans: Vec<IndexSpan>,
     /// The largest `visible` of all tokens.
     pub max_visible: u32,
+    /// Positions that indexing passes cover: `max_visible`, or more in steps of a GPU that repeat.
+    pub columns: u32,
+    /// `group_src` and `spans` as kernels read them; `None` on the CPU.
+    pub kernel_rows: Option<KernelRows>,
+}
+
+/// What kernels read where the CPU reads host values.
+#[derive(Debug, Clone)]
+pub struct KernelRows {
+    /// `[G * ratio]` i32: row `t` of the chunk as `t`, half-width row `p` of the open groups as `-2 - p`;
+    /// a row of theirs is `kv | score`, so entry `p` begins at half-width row `2p`.
+    pub sources: Tensor,
+    /// `[T, 2]` i32: row of position 0, visible positions.
+    pub spans: Tensor,
 }
 
 /// Every index of one step.
@@ -124,6 +138,11 @@ pub struct AttnPlan {
     pub compress: Vec<CompressPlan>,
 }
 
+/// Tokens up to which steps of a GPU are laid out alike whatever their positions.
+const REPEATED_TOKENS: usize = 16;
+/// Fewest columns of such a step's indexing passes.
+const REPEATED_COLUMNS: u32 = 64;
+
 impl AttnPlan {
     /// Plans a step over `chunks` for layers of the given `ratios` (each once, without 0).
     ///
@@ -136,17 +155,76 @@ impl AttnPlan {
         ratios: &[usize],
         device: &Device,
     ) -> Result<Self> {
+        let plan = Self::on_host(chunks, geometry, ratios, !device.is_cpu())?;
+        match device.is_cpu() {
+            true => Ok(plan),
+            false => plan.map(&mut |tensor| match tensor.elem_count() {
+                0 => upload(Vec::<i32>::new(), tensor.shape().clone(), device),
+                _ => Ok(tensor.to_device(device)?),
+            }),
+        }
+    }
+
+    /// The plan with its tensors on the CPU. `for_kernels`: as a GPU's kernels take it, to be moved there
+    /// by [`AttnPlan::map`]. Lists of a few tokens' steps are then as wide as they can become, and indexing
+    /// passes as wide as the next power of two, so that the same launches serve many positions; what is
+    /// added lists nothing.
+    ///
+    /// # Errors
+    /// As [`AttnPlan::new`].
+    pub fn on_host(
+        chunks: &[ChunkSpec],
+        geometry: &CacheGeometry,
+        ratios: &[usize],
+        for_kernels: bool,
+    ) -> Result<Self> {
         check_chunks(chunks, geometry)?;
         let positions: Vec<u32> = chunks.iter().flat_map(ChunkSpec::positions).collect();
+        let repeated = for_kernels && positions.len() <= REPEATED_TOKENS;
+        let compress = |&ratio: &usize| {
+            let mut plan = CompressPlan::new(chunks, geometry, ratio)?;
+            if repeated {
+                plan.columns = plan.max_visible.next_power_of_two().max(REPEATED_COLUMNS);
+            }
+            if for_kernels {
+                plan.kernel_rows = Some(plan.for_kernels()?);
+            }
+            Ok(plan)
+        };
         Ok(Self {
             tokens: positions.len(),
-            window: WindowPlan::new(chunks, geometry, device)?,
-            compress: ratios
-                .iter()
-                .map(|&ratio| CompressPlan::new(chunks, geometry, ratio, device))
-                .collect::<Result<_>>()?,
+            window: WindowPlan::new(chunks, geometry, repeated)?,
+            compress: ratios.iter().map(compress).collect::<Result<_>>()?,
             chunks: chunks.to_vec(),
             positions,
+        })
+    }
+
+    /// The plan with each of its tensors replaced by what `f` makes of it, always in the same order.
+    ///
+    /// # Errors
+    /// Those of `f`.
+    pub fn map(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor>) -> Result<Self> {
+        let window = WindowPlan {
+            ring_idxs: f(&self.window.ring_idxs)?,
+            present_idxs: f(&self.window.present_idxs)?,
+            ring_slots: f(&self.window.ring_slots)?,
+        };
+        let mut compress = self.compress.clone();
+        for plan in &mut compress {
+            plan.group_slots = f(&plan.group_slots)?;
+            plan.pending_slots = f(&plan.pending_slots)?;
+            if let Some(rows) = &mut plan.kernel_rows {
+                rows.sources = f(&rows.sources)?;
+                rows.spans = f(&rows.spans)?;
+            }
+        }
+        Ok(Self {
+            tokens: self.tokens,
+            chunks: self.chunks.clone(),
+            positions: self.positions.clone(),
+            window,
+            compress,
         })
     }
 
@@ -198,7 +276,7 @@ pub(crate) fn check_chunks(chunks: &[ChunkSpec], geometry: &CacheGeometry) -> Re
 }
 
 impl WindowPlan {
-    fn new(chunks: &[ChunkSpec], geometry: &CacheGeometry, device: &Device) -> Result<Self> {
+    fn new(chunks: &[ChunkSpec], geometry: &CacheGeometry, repeated: bool) -> Result<Self> {
         let window = geometry.window as u32;
         let (mut ring, mut present) = (RaggedRows::default(), RaggedRows::default());
         let mut ring_slots = Vec::new();
@@ -214,21 +292,18 @@ impl WindowPlan {
             push_ring_slots(&mut ring_slots, chunk, &map)?;
             first += chunk.len;
         }
+        // A query sees itself, so at most one position less than the window is before its chunk.
+        let before = if repeated { geometry.window - 1 } else { 0 };
         Ok(Self {
-            ring_idxs: ring.into_tensor(device)?,
-            present_idxs: present.into_tensor(device)?,
-            ring_slots: i32_tensor(ring_slots, device)?,
+            ring_idxs: ring.at_least(before, &Device::Cpu)?,
+            present_idxs: present.into_tensor(&Device::Cpu)?,
+            ring_slots: i32_tensor(ring_slots, &Device::Cpu)?,
         })
     }
 }
 
 impl CompressPlan {
-    fn new(
-        chunks: &[ChunkSpec],
-        geometry: &CacheGeometry,
-        ratio: usize,
-        device: &Device,
-    ) -> Result<Self> {
+    fn new(chunks: &[ChunkSpec], geometry: &CacheGeometry, ratio: usize) -> Result<Self> {
         if ratio == 0 {
             return Err(Error::config(
                 "compress_ratios",
@@ -258,14 +333,30 @@ impl CompressPlan {
             }));
             first += chunk.len;
         }
+        let max_visible = spans.iter().map(|span| span.visible).max().unwrap_or(0);
         Ok(Self {
             ratio,
             group_src,
             group_pos,
-            group_slots: i32_tensor(group_slots, device)?,
-            pending_slots: i32_tensor(pending_slots, device)?,
-            max_visible: spans.iter().map(|span| span.visible).max().unwrap_or(0),
+            group_slots: i32_tensor(group_slots, &Device::Cpu)?,
+            pending_slots: i32_tensor(pending_slots, &Device::Cpu)?,
+            max_visible,
+            columns: max_visible,
             spans,
+            kernel_rows: None,
+        })
+    }
+
+    /// [`KernelRows`] on the CPU.
+    fn for_kernels(&self) -> Result<KernelRows> {
+        let sources = self.group_src.iter().map(|&src| kernel_source(src));
+        let spans = self.spans.iter();
+        let spans: Vec<i32> = spans
+            .flat_map(|s| [s.base as i32, s.visible as i32])
+            .collect();
+        Ok(KernelRows {
+            sources: i32_tensor(sources.collect(), &Device::Cpu)?,
+            spans: upload(spans, (self.spans.len(), 2), &Device::Cpu)?,
         })
     }
 
@@ -273,6 +364,11 @@ impl CompressPlan {
     pub fn groups(&self) -> usize {
         self.group_pos.len()
     }
+}
+
+/// [`GroupRow::encode`] as [`KernelRows::sources`] has it.
+pub(crate) fn kernel_source(src: i64) -> i32 {
+    (if src >= 0 { src } else { 2 * (src + 1) - 2 }) as i32
 }
 
 /// Where the entry of position `pos` lies: in this chunk, whose first token is row `first` of the
@@ -326,12 +422,18 @@ impl RaggedRows {
 
     /// As wide as the longest row, `-1` after the end of the others.
     pub(crate) fn into_tensor(self, device: &Device) -> Result<Tensor> {
+        self.at_least(0, device)
+    }
+
+    /// [`RaggedRows::into_tensor`], `width` wide at least.
+    fn at_least(self, width: usize, device: &Device) -> Result<Tensor> {
         let starts = || std::iter::once(0).chain(self.ends.iter().copied());
         let width = starts()
             .zip(&self.ends)
             .map(|(start, end)| end - start)
             .max()
-            .unwrap_or(0);
+            .unwrap_or(0)
+            .max(width);
         let tokens = self.ends.len();
         let mut out = vec![-1; tokens * width];
         for (token, (start, &end)) in starts().zip(&self.ends).enumerate() {

@@ -1,6 +1,6 @@
 //! What attention layers of one forward pass hand down the stack.
 
-use candle_core::Device;
+use candle_core::{Device, Tensor};
 use deepseek_v41_core::{Error, Result, Rope, RopeTable};
 
 use crate::ops::{CandidateBlocks, TopkIdxs};
@@ -84,6 +84,27 @@ impl RopeTables {
         Ok(Self {
             window: window.table(&plan.positions, device)?,
             compressed: compressed.table(&plan.positions, device)?,
+            groups: groups.collect::<Result<_>>()?,
+        })
+    }
+
+    /// The tables with each of their tensors replaced by what `f` makes of it, always in the same order.
+    ///
+    /// # Errors
+    /// Those of `f`.
+    pub fn map(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor>) -> Result<Self> {
+        let mut table = |table: &RopeTable| -> Result<_> {
+            Ok(RopeTable {
+                cos: f(&table.cos)?,
+                sin: f(&table.sin)?,
+            })
+        };
+        let (window, compressed) = (table(&self.window)?, table(&self.compressed)?);
+        let groups = self.groups.iter();
+        let groups = groups.map(|(ratio, own)| Ok((*ratio, table(own)?)));
+        Ok(Self {
+            window,
+            compressed,
             groups: groups.collect::<Result<_>>()?,
         })
     }

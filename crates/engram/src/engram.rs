@@ -1,6 +1,6 @@
 //! One Engram layer.
 
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 use deepseek_v41_core::{Error, Result, VarBuilder};
 use deepseek_v41_quant::Linear;
 
@@ -105,13 +105,30 @@ impl Engram {
         &self.table
     }
 
-    /// Where [`Engram::gather`] reads hashes: where its table is.
-    pub fn hash_device(&self) -> Device {
+    /// What a step takes to the layer's device, made of `hashes: [T, columns]` u32 on the CPU: the hashes
+    /// themselves where a GPU has a copy of the table, on it the rows where it has none.
+    ///
+    /// # Errors
+    /// As [`Engram::gather`].
+    pub fn host_input(&self, hashes: &Tensor) -> Result<Tensor> {
+        self.check_hashes(hashes)?;
         #[cfg(feature = "cuda")]
-        if self.device.as_ref().is_some_and(|own| own.table.is_some()) {
-            return self.weight.device().clone();
+        if self.device.as_ref().is_some_and(|own| own.table.is_none()) {
+            return engram_lookup(hashes, &self.table);
         }
-        Device::Cpu
+        Ok(hashes.clone())
+    }
+
+    /// Table rows `[T, columns * head_dim]` bf16 of an [`Engram::host_input`] that is now on the layer's
+    /// device.
+    ///
+    /// # Errors
+    /// As [`Engram::gather`].
+    pub fn rows(&self, input: &Tensor) -> Result<Tensor> {
+        match input.dtype() {
+            DType::BF16 => Ok(input.clone()),
+            _ => self.gather(input),
+        }
     }
 
     /// Fetches table rows: `hashes: [T, columns]` u32 → `[T, columns * head_dim]` bf16, on the device of
@@ -121,12 +138,7 @@ impl Engram {
     /// # Errors
     /// Another shape, or a hash outside the table (hashes of another layout).
     pub fn gather(&self, hashes: &Tensor) -> Result<Tensor> {
-        if hashes.rank() != 2 || hashes.dim(1)? != self.columns {
-            return Err(Error::shape(
-                "engram gather",
-                format!("expected [T, {}], found {:?}", self.columns, hashes.shape()),
-            ));
-        }
+        self.check_hashes(hashes)?;
         #[cfg(feature = "cuda")]
         if let Some(OnDevice {
             table: Some(table), ..
@@ -136,6 +148,16 @@ impl Engram {
         }
         let rows = engram_lookup(&hashes.to_device(&Device::Cpu)?, &self.table)?;
         Ok(rows.to_device(self.weight.device())?)
+    }
+
+    fn check_hashes(&self, hashes: &Tensor) -> Result<()> {
+        match hashes.rank() == 2 && hashes.dim(1)? == self.columns {
+            true => Ok(()),
+            false => Err(Error::shape(
+                "engram gather",
+                format!("expected [T, {}], found {:?}", self.columns, hashes.shape()),
+            )),
+        }
     }
 
     /// `stream: [T, C, dim]` bf16 and the `rows` of its tokens → the stream with the lookup added.

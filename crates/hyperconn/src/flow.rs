@@ -147,13 +147,23 @@ impl Flow {
                 let step = hc_step(&self.stream, Some(Open { y, coef }), None)?;
                 step.stream.ok_or_else(not_left)?
             } else {
-                let mix = Mix::unpack(coef, self.stream.dims()[1])?;
-                crate::hc_post(y, &self.stream, &mix.post, &mix.comb)?
+                settle_device(y, &self.stream, coef)?
             };
             self.state = State::Whole;
         }
         Ok(())
     }
+}
+
+#[cfg(feature = "cuda")]
+fn settle_device(y: &Tensor, stream: &Tensor, coef: &Tensor) -> Result<Tensor> {
+    crate::cuda::hc_post_packed(y, stream, coef)
+}
+
+#[cfg(not(feature = "cuda"))]
+fn settle_device(y: &Tensor, stream: &Tensor, coef: &Tensor) -> Result<Tensor> {
+    let mix = Mix::unpack(coef, stream.dims()[1])?;
+    crate::hc_post(y, stream, &mix.post, &mix.comb)
 }
 
 fn not_left() -> Error {

@@ -49,6 +49,29 @@ impl Embedding {
         Ok(Tensor::from_vec(out, (ids.len(), self.dim), &self.device)?)
     }
 
+    /// Whether the table is on a GPU.
+    pub(crate) fn is_on_device(&self) -> bool {
+        #[cfg(feature = "cuda")]
+        return self.table.is_some();
+        #[cfg(not(feature = "cuda"))]
+        false
+    }
+
+    /// `ids: [T]` u32 on a GPU, checked → `[T, copies, dim]` bf16, each row `copies` times.
+    pub(crate) fn copies(&self, ids: &Tensor, copies: usize) -> Result<Tensor> {
+        #[cfg(feature = "cuda")]
+        if let Some(table) = &self.table {
+            return deepseek_v41_core::cuda::ops::embedding(ids, table, copies);
+        }
+        Err(Error::shape(
+            "embedding",
+            format!(
+                "{copies} copies of {:?} without a table on a GPU",
+                ids.shape()
+            ),
+        ))
+    }
+
     /// The rows of all chunks end to end, those of image spans taken from the picture.
     pub(crate) fn forward_chunks(&self, chunks: &[Chunk]) -> Result<Tensor> {
         #[cfg(feature = "cuda")]

@@ -1,6 +1,8 @@
 #![doc = include_str!("../README.md")]
 #![deny(clippy::print_stdout, clippy::print_stderr)]
-#![forbid(unsafe_code)]
+// Replaying captured steps on a GPU takes one promise, made in `replay`.
+#![cfg_attr(not(feature = "cuda"), forbid(unsafe_code))]
+#![deny(unsafe_code)]
 
 mod batch;
 mod block;
@@ -9,8 +11,12 @@ mod config;
 mod dspark;
 mod embed;
 mod layer_plan;
+mod lent;
 mod probe;
+#[cfg(feature = "cuda")]
+mod replay;
 mod state;
+mod step;
 mod transformer;
 
 pub use batch::{Chunk, ForwardBatch, ForwardOutput, ImageSpan, LogitRows};

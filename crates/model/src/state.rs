@@ -60,6 +60,12 @@ pub struct ModelState {
     /// One for each draft layer, written for tokens that are there to stay.
     pub(crate) draft: Vec<WindowCache>,
     slots: Vec<Slot>,
+    /// Steps captured with the addresses of these caches.
+    #[cfg(feature = "cuda")]
+    pub(crate) replays: crate::replay::Replays,
+    /// Counted as long as the caches above exist: fields go in this order.
+    #[cfg(feature = "cuda")]
+    _user: Option<deepseek_v41_core::cuda::StreamUser>,
 }
 
 #[derive(Debug, Default)]
@@ -89,6 +95,12 @@ impl ModelState {
             max_seqs: limits.max_seqs,
         };
         geometry.validate(&plan.ratios())?;
+        // Before the first allocation.
+        #[cfg(feature = "cuda")]
+        let user = match device {
+            Device::Cuda(dev) => Some(deepseek_v41_core::cuda::StreamUser::new(dev)),
+            _ => None,
+        };
         let rings = |n: usize| -> Result<Vec<_>> {
             let ring = || WindowCache::new(geometry, cfg.head_dim, limits.kv_format, device);
             (0..n).map(|_| ring()).collect()
@@ -115,7 +127,32 @@ impl ModelState {
             compressed,
             draft,
             slots,
+            #[cfg(feature = "cuda")]
+            replays: crate::replay::Replays::default(),
+            #[cfg(feature = "cuda")]
+            _user: user,
         })
+    }
+
+    /// Whether a GPU's steps of a few tokens may be captured and replayed, which they are from the third
+    /// step of one layout on; the default. No result depends on it. What is captured stays in the GPU's
+    /// memory until the state goes or this is turned off.
+    ///
+    /// Nothing is captured while another state works on the same [`Device`]. While one is captured, other
+    /// threads must not use tensors of that device: turn it off where they might. Does nothing on the CPU.
+    pub fn set_replay(&mut self, on: bool) {
+        #[cfg(feature = "cuda")]
+        self.replays.set(on);
+        #[cfg(not(feature = "cuda"))]
+        let _ = on;
+    }
+
+    /// How many steps of this state were replayed.
+    pub fn replayed(&self) -> u64 {
+        #[cfg(feature = "cuda")]
+        return self.replays.steps();
+        #[cfg(not(feature = "cuda"))]
+        0
     }
 
     /// Starts an empty sequence.

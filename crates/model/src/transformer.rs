@@ -2,51 +2,48 @@
 
 use std::sync::Arc;
 
-use candle_core::{Device, Tensor};
-use deepseek_v41_attention::{
-    AttnPlan, ChunkSpec, CompressedCache, IndexKeySource, LayerCache, RopeTables,
-    SharedAttentionRuntime, WindowCache, last_published,
-};
+use candle_core::Device;
+use deepseek_v41_attention::{AttnPlan, ChunkSpec};
 use deepseek_v41_core::{
     Comm, Error, Fingerprint, LocalComm, Result, RmsNorm, Rope, VarBuilder, cpu, upload,
 };
 use deepseek_v41_engram::{Engram, EngramHashes, EngramLayout, NgramWindow, TokenMap, engram_hash};
-use deepseek_v41_hyperconn::{Flow, PreMix, hc_expand, hc_mean, hc_pre};
 use deepseek_v41_quant::{Linear, WeightFormat};
 use half::bf16;
 
 use crate::{
-    Config, ForwardBatch, ForwardOutput, IndexKeys, LayerPlan, LogitRows, ModelState, Probe,
-    ProbePoint,
-    block::{Block, Step},
+    Config, ForwardBatch, ForwardOutput, LayerPlan, ModelState, Probe,
+    block::Block,
     embed::{Embedding, check_chunk, image_mask},
-    probe::NoProbe,
 };
 
 /// The backbone. Immutable once loaded: what changes between steps is in [`ModelState`].
 #[derive(Debug)]
 pub struct Transformer {
-    cfg: Config,
-    plan: LayerPlan,
-    device: Device,
-    embed: Embedding,
-    blocks: Vec<Block>,
-    engram: Option<EngramLayers>,
-    norm: RmsNorm,
-    head: Linear,
-    window_rope: Rope,
-    compressed_rope: Rope,
+    pub(crate) cfg: Config,
+    pub(crate) plan: LayerPlan,
+    pub(crate) device: Device,
+    pub(crate) embed: Embedding,
+    pub(crate) blocks: Vec<Block>,
+    pub(crate) engram: Option<EngramLayers>,
+    pub(crate) norm: RmsNorm,
+    pub(crate) head: Linear,
+    pub(crate) window_rope: Rope,
+    pub(crate) compressed_rope: Rope,
     ratios: Vec<usize>,
-    source_ratios: Vec<usize>,
+    pub(crate) source_ratios: Vec<usize>,
     fingerprint: u64,
-    ranks: usize,
+    pub(crate) ranks: usize,
+    /// Whom captured steps belong to.
+    #[cfg(feature = "cuda")]
+    pub(crate) identity: Arc<()>,
 }
 
 #[derive(Debug)]
-struct EngramLayers {
+pub(crate) struct EngramLayers {
     layout: EngramLayout,
     map: TokenMap,
-    layers: Vec<Engram>,
+    pub(crate) layers: Vec<Engram>,
     lookback: usize,
 }
 
@@ -93,6 +90,8 @@ impl Transformer {
             source_ratios: plan.sources().iter().map(|s| s.ratio).collect(),
             device: vb.device().clone(),
             ranks: comm.world_size(),
+            #[cfg(feature = "cuda")]
+            identity: Arc::default(),
             cfg: cfg.clone(),
             plan,
             fingerprint,
@@ -133,15 +132,16 @@ impl Transformer {
     /// A row of the result depends on its own sequence alone, bit for bit: not on the other chunks,
     /// not on how the sequence was cut into chunks, not on the number of threads.
     ///
+    /// On a GPU a step of a few tokens that is laid out like earlier ones is replayed, see
+    /// [`ModelState::set_replay`]; the result is the same, bit for bit.
+    ///
     /// # Errors
     /// [`Error::Value`] for token ids outside of the vocabulary or a sequence that is not live,
     /// [`Error::Shape`] for image spans that do not fit, [`Error::Capacity`] when a sequence would
     /// outgrow the state; all of these before anything is written. After a failure in the middle of
     /// a step the sequences of its batch can only be released.
     pub fn forward(&self, batch: &ForwardBatch, state: &mut ModelState) -> Result<ForwardOutput> {
-        pooled(&self.device, self.ranks, || {
-            self.forward_probed(batch, state, &mut NoProbe)
-        })
+        pooled(&self.device, self.ranks, || self.step(batch, state, None))
     }
 
     /// [`Transformer::forward`] under observation.
@@ -154,20 +154,28 @@ impl Transformer {
         state: &mut ModelState,
         probe: &mut dyn Probe,
     ) -> Result<ForwardOutput> {
+        self.step(batch, state, Some(probe))
+    }
+
+    fn step(
+        &self,
+        batch: &ForwardBatch,
+        state: &mut ModelState,
+        probe: Option<&mut dyn Probe>,
+    ) -> Result<ForwardOutput> {
         let plan = self.plan_step(batch, state)?;
         if plan.tokens == 0 {
             return self.empty_output(batch);
         }
-        let hashes = self
-            .engram
-            .as_ref()
-            .map(|e| e.hash(batch, state))
-            .transpose()?;
         let masks: Vec<_> = batch.chunks.iter().map(image_mask).collect();
+        let inputs = self.inputs(batch, state, plan, &masks)?;
         for chunk in &batch.chunks {
             state.sequence_mut(chunk.seq)?.broken = true;
         }
-        let output = self.run(batch, state, &plan, hashes.as_ref(), &masks, probe)?;
+        let output = match probe {
+            Some(probe) => self.compute_once(batch, state, &inputs, probe)?,
+            None => self.unobserved(batch, state, &inputs)?,
+        };
         for (chunk, mask) in batch.chunks.iter().zip(&masks) {
             let sequence = state.sequence_mut(chunk.seq)?;
             sequence.append(&chunk.token_ids, mask.as_deref());
@@ -195,93 +203,12 @@ impl Transformer {
             let (slot, start, len) = (chunk.seq.slot, start as u32, len as u32);
             chunks.push(ChunkSpec { slot, start, len });
         }
-        AttnPlan::new(&chunks, &state.geometry, &self.ratios, &self.device)
-    }
-
-    fn run(
-        &self,
-        batch: &ForwardBatch,
-        state: &mut ModelState,
-        plan: &AttnPlan,
-        hashes: Option<&EngramHashes>,
-        masks: &[Option<Vec<u8>>],
-        probe: &mut dyn Probe,
-    ) -> Result<ForwardOutput> {
-        let image_mask = self.flat_mask(batch, masks)?;
-        let ropes = RopeTables::new(plan, &self.window_rope, &self.compressed_rope, &self.device)?;
-        let published = self.published_keys(batch, state, plan)?;
-        let mut step = Step {
-            plan,
-            ropes: &ropes,
-            image_mask: image_mask.as_ref(),
-            shared: SharedAttentionRuntime::new(),
-            probe,
-        };
-        let stream = hc_expand(&self.embed.forward_chunks(&batch.chunks)?, self.cfg.hc_mult)?;
-        let carried = PreMix::one_hot(plan.tokens, self.cfg.hc_mult, &self.device)?;
-        let mut flow = Flow::new(stream, carried);
-        let mut targets = Vec::new();
-        for (i, (block, role)) in self.blocks.iter().zip(self.plan.layers()).enumerate() {
-            if let (Some(e), Some(engram), Some(hashes)) = (role.engram, &self.engram, hashes) {
-                let layer = &engram.layers[e];
-                let rows = layer.gather(&hashes.tensor(e, &layer.hash_device())?)?;
-                flow.map(|stream| layer.forward(stream, &rows, step.image_mask))?;
-                step.probe.value(i, ProbePoint::Engram, flow.stream()?)?;
-            }
-            if batch.target_hidden && role.draft_target {
-                targets.push(hc_mean(flow.stream()?)?);
-            }
-            let ModelState {
-                window, compressed, ..
-            } = &mut *state;
-            let tokens = published.as_ref().map(|p| p.of_layer(i));
-            let lent = Lent::new(&mut window[i], compressed, role.source, role.role.owns_kv());
-            let keys = tokens.map(|tokens| lent.keys(tokens));
-            let index_k = keys
-                .as_deref()
-                .map_or(IndexKeySource::Owner, IndexKeySource::PerToken);
-            let cache = LayerCache {
-                window: lent.window,
-                source: lent.source,
-                kv: lent.kv,
-                index_k,
-            };
-            block.forward(&mut flow, cache, &mut step)?;
-        }
-        let (stream, carried) = flow.finish()?;
-        let logits = self.logits(batch, &stream, carried)?;
-        let target_hidden = match targets.len() {
-            0 => None,
-            _ => Some(Tensor::cat(&targets, 1)?),
-        };
-        Ok(ForwardOutput {
-            logits,
-            target_hidden,
-        })
-    }
-
-    /// Collapses the stream of the wanted rows and projects it to the vocabulary.
-    fn logits(&self, batch: &ForwardBatch, stream: &Tensor, carried: PreMix) -> Result<Tensor> {
-        let rows = match batch.logits {
-            LogitRows::All => None,
-            LogitRows::None => Some(Vec::new()),
-            LogitRows::Last => Some(newest_rows(batch, 1)),
-            LogitRows::Newest(n) => Some(newest_rows(batch, n)),
-        };
-        let xs = match rows {
-            None => hc_pre(stream, &carried)?,
-            Some(rows) if rows.is_empty() => {
-                return upload(Vec::<f32>::new(), (0, self.cfg.vocab_size), &self.device);
-            }
-            Some(rows) => {
-                let n = rows.len();
-                let rows = Tensor::from_vec(rows, n, &self.device)?;
-                let carried =
-                    PreMix::from_tensor(carried.tensor().contiguous()?.index_select(&rows, 0)?)?;
-                hc_pre(&stream.index_select(&rows, 0)?, &carried)?
-            }
-        };
-        self.head.forward(&self.norm.forward(&xs)?)
+        AttnPlan::on_host(
+            &chunks,
+            &state.geometry,
+            &self.ratios,
+            !self.device.is_cpu(),
+        )
     }
 
     fn empty_output(&self, batch: &ForwardBatch) -> Result<ForwardOutput> {
@@ -293,56 +220,6 @@ impl Transformer {
                 .then(|| upload(Vec::<bf16>::new(), (0, width), &self.device))
                 .transpose()?,
         })
-    }
-
-    fn flat_mask(&self, batch: &ForwardBatch, masks: &[Option<Vec<u8>>]) -> Result<Option<Tensor>> {
-        if masks.iter().all(Option::is_none) {
-            return Ok(None);
-        }
-        let mut flat = Vec::with_capacity(batch.tokens());
-        for (chunk, mask) in batch.chunks.iter().zip(masks) {
-            match mask {
-                Some(mask) => flat.extend_from_slice(mask),
-                None => flat.resize(flat.len() + chunk.token_ids.len(), 0),
-            }
-        }
-        let n = flat.len();
-        Ok(Some(Tensor::from_vec(flat, n, &self.device)?))
-    }
-
-    /// For [`IndexKeys::LastPublished`]: whose keys every token scores in every layer.
-    fn published_keys(
-        &self,
-        batch: &ForwardBatch,
-        state: &ModelState,
-        plan: &AttnPlan,
-    ) -> Result<Option<PublishedKeys>> {
-        if self.cfg.index_keys == IndexKeys::Owner {
-            return Ok(None);
-        }
-        let mut prefill = Vec::with_capacity(plan.tokens);
-        for chunk in &batch.chunks {
-            let (sequence, len) = (state.sequence(chunk.seq)?, chunk.token_ids.len());
-            let first = if sequence.ids.is_empty() {
-                len as u32
-            } else {
-                sequence.prefill
-            };
-            prefill.resize(prefill.len() + len, first);
-        }
-        let layers = (0..self.plan.layers().len()).map(|layer| {
-            let upto = self
-                .plan
-                .sources()
-                .iter()
-                .filter(|s| s.layer <= layer)
-                .count();
-            let tokens = plan.positions.iter().zip(&prefill);
-            tokens
-                .map(|(pos, first)| last_published(&self.source_ratios, upto, *first, *pos))
-                .collect()
-        });
-        Ok(Some(PublishedKeys(layers.collect())))
     }
 }
 
@@ -362,93 +239,12 @@ fn fingerprint(cfg: &Config, token_map: Option<&TokenMap>, vb: &VarBuilder) -> u
     hash.finish()
 }
 
-/// Rows of the last `n` tokens of every chunk.
-fn newest_rows(batch: &ForwardBatch, n: usize) -> Vec<u32> {
-    let mut rows = Vec::new();
-    let mut end = 0;
-    for chunk in &batch.chunks {
-        let start = end;
-        end += chunk.token_ids.len();
-        rows.extend(start.max(end.saturating_sub(n)) as u32..end as u32);
-    }
-    rows
-}
-
 /// Runs a pass where handing parts of its small operations to other threads is cheap. Not beside other
 /// ranks: they wait for each other, which threads of the pool must not.
 pub(crate) fn pooled<R: Send>(device: &Device, ranks: usize, pass: impl FnOnce() -> R + Send) -> R {
     match device.is_cpu() && ranks == 1 {
         true => cpu::in_pool(pass),
         false => pass(),
-    }
-}
-
-/// `[layer][token]` → the source whose keys are scored.
-struct PublishedKeys(Vec<Vec<Option<usize>>>);
-
-impl PublishedKeys {
-    fn of_layer(&self, layer: usize) -> &[Option<usize>] {
-        &self.0[layer]
-    }
-}
-
-/// A layer's caches, split so that its own is mutable and all others can be read.
-struct Lent<'a> {
-    window: &'a mut WindowCache,
-    source: Option<&'a mut CompressedCache>,
-    kv: Option<&'a CompressedCache>,
-    before: &'a [CompressedCache],
-    after: &'a [CompressedCache],
-}
-
-impl<'a> Lent<'a> {
-    fn new(
-        window: &'a mut WindowCache,
-        caches: &'a mut [CompressedCache],
-        reads: Option<usize>,
-        owns: bool,
-    ) -> Self {
-        match reads {
-            Some(own) if owns => {
-                let (before, rest) = caches.split_at_mut(own);
-                let (source, after) = match rest.split_first_mut() {
-                    Some((source, after)) => (Some(source), &*after),
-                    None => (None, &[][..]),
-                };
-                Self {
-                    window,
-                    source,
-                    kv: None,
-                    before,
-                    after,
-                }
-            }
-            reads => {
-                let caches = &*caches;
-                let kv = reads.and_then(|r| caches.get(r));
-                Self {
-                    window,
-                    source: None,
-                    kv,
-                    before: caches,
-                    after: &[],
-                }
-            }
-        }
-    }
-
-    /// The caches named by `sources`; `None` for the layer's own.
-    fn keys(&self, sources: &[Option<usize>]) -> Vec<Option<&'a CompressedCache>> {
-        let own = self.source.is_some().then_some(self.before.len());
-        let cache = |i: usize| match own {
-            Some(own) if i == own => None,
-            Some(own) if i > own => self.after.get(i - own - 1),
-            _ => self.before.get(i),
-        };
-        sources
-            .iter()
-            .map(|source| source.and_then(cache))
-            .collect()
     }
 }
 
@@ -476,7 +272,7 @@ impl EngramLayers {
         }))
     }
 
-    fn hash(&self, batch: &ForwardBatch, state: &ModelState) -> Result<EngramHashes> {
+    pub(crate) fn hash(&self, batch: &ForwardBatch, state: &ModelState) -> Result<EngramHashes> {
         let masks: Vec<_> = batch.chunks.iter().map(image_mask).collect();
         let mut windows = Vec::with_capacity(batch.chunks.len());
         for (chunk, mask) in batch.chunks.iter().zip(&masks) {

@@ -3,7 +3,7 @@
 //! ```text
 //! cargo run --release --features cuda --example gpu_check -- correctness [tests/data/golden [GROUP]]
 //! cargo run --release --features cuda --example gpu_check -- conformance [tests/data/golden]
-//! cargo run --release --features cuda --example gpu_check -- bench
+//! cargo run --release --features cuda --example gpu_check -- bench [layer]
 //! ```
 //!
 //! `correctness` computes every operation on both devices from fresh random data, at odd shapes and at
@@ -17,6 +17,10 @@ mod bench;
 mod correctness;
 #[cfg(feature = "cuda")]
 mod data;
+#[cfg(feature = "cuda")]
+mod layer;
+#[cfg(feature = "cuda")]
+mod replay;
 #[cfg(feature = "cuda")]
 mod whole;
 
@@ -73,6 +77,7 @@ fn main() -> ExitCode {
                 report.group("golden", only, |r| {
                     whole::golden(golden.as_ref(), &device, r)
                 });
+                report.group("replay", only, |r| replay::tiny(&device, r));
                 report.group("tiny", only, |r| whole::tiny(&device, r));
                 Ok(report.finish())
             }
@@ -83,7 +88,10 @@ fn main() -> ExitCode {
                 print_whole(&if json { report.json() } else { report.table() });
                 Ok(report.passed())
             }
-            Some("bench") => bench::run(&device).map(|()| true),
+            Some("bench") => {
+                let only = args.get(1).map_or("", String::as_str);
+                bench::run(&device, only).map(|()| true)
+            }
             _ => Err(deepseek_v41::Error::Unsupported {
                 what: "expected `correctness [DIR]`, `conformance [DIR]` or `bench`".into(),
             }),

@@ -3,7 +3,7 @@
 use candle_core::Tensor;
 use deepseek_v41_core::Result;
 
-use super::index_topk::{IndexSpan, Wanted, run};
+use super::index_topk::{IndexSpan, Visible, Wanted, select_rows};
 use super::topk_rows::topk_rows_ref;
 
 /// Blocks of `block` consecutive positions each query may select from.
@@ -44,7 +44,7 @@ pub fn candidate_blocks(
         topk_blocks,
         block,
     };
-    let (_, ids) = run(q, weights, keys, spans, wanted, None)?;
+    let (_, ids) = select_rows(q, weights, keys, &Visible::of(spans), wanted, None)?;
     Ok(CandidateBlocks { block, ids })
 }
 

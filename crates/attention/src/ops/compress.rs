@@ -75,7 +75,9 @@ pub fn compress(
     }
     #[cfg(feature = "cuda")]
     if kv.device().is_cuda() {
-        return crate::cuda::compress(kv, score, pending, group_src, ratio, None);
+        let sources = group_src.iter().map(|&src| crate::plan::kernel_source(src));
+        let sources = crate::plan::i32_tensor(sources.collect(), kv.device())?;
+        return crate::cuda::compress(kv, score, pending, &sources, ratio, None);
     }
     let op = Compress {
         pending,

@@ -16,6 +16,8 @@ mod cpu;
 mod positions;
 
 use candle_core::{CpuStorage, CustomOp3, DType, Layout, Shape, Storage, Tensor};
+#[cfg(feature = "cuda")]
+use deepseek_v41_core::upload;
 use deepseek_v41_core::{Error, Result, cpu::contiguous};
 use half::bf16;
 
@@ -76,7 +78,7 @@ pub fn index_topk(
         block: 1,
     };
     Ok(TopkIdxs(
-        run(q, weights, keys, spans, wanted, candidates)?.0,
+        select_rows(q, weights, keys, &Visible::of(spans), wanted, candidates)?.0,
     ))
 }
 
@@ -94,27 +96,42 @@ pub fn index_topk_with_candidates(
     topk_blocks: usize,
     block: usize,
 ) -> Result<(TopkIdxs, CandidateBlocks)> {
-    let (topk, ids) = run(
-        q,
-        weights,
-        keys,
-        spans,
-        Wanted {
-            k,
-            topk_blocks,
-            block,
-        },
-        None,
-    )?;
+    let wanted = Wanted {
+        k,
+        topk_blocks,
+        block,
+    };
+    let (topk, ids) = select_rows(q, weights, keys, &Visible::of(spans), wanted, None)?;
     Ok((TopkIdxs(topk), CandidateBlocks { block, ids }))
 }
 
 /// What a scoring pass is to keep.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Wanted {
-    pub(super) k: usize,
-    pub(super) topk_blocks: usize,
-    pub(super) block: usize,
+pub(crate) struct Wanted {
+    pub(crate) k: usize,
+    pub(crate) topk_blocks: usize,
+    pub(crate) block: usize,
+}
+
+/// What each query may see.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Visible<'a> {
+    pub(crate) each: &'a [IndexSpan],
+    /// Positions that a GPU's pass covers.
+    pub(crate) columns: usize,
+    /// `each` on a GPU, if it is there already.
+    pub(crate) rows: Option<&'a Tensor>,
+}
+
+impl<'a> Visible<'a> {
+    pub(crate) fn of(each: &'a [IndexSpan]) -> Self {
+        let columns = each.iter().map(|span| span.visible as usize).max();
+        Self {
+            each,
+            columns: columns.unwrap_or(0),
+            rows: None,
+        }
+    }
 }
 
 /// Candidate blocks over slices.
@@ -138,15 +155,16 @@ struct Scoring<'a> {
 }
 
 /// Checks everything once, then scores: `[T, k]` rows and `[T, topk_blocks]` block ids.
-pub(super) fn run(
+pub(crate) fn select_rows(
     q: &Tensor,
     weights: &Tensor,
     keys: &Tensor,
-    spans: &[IndexSpan],
+    visible: &Visible<'_>,
     wanted: Wanted,
     candidates: Option<&CandidateBlocks>,
 ) -> Result<(Tensor, Tensor)> {
     let shape = |reason: String| Error::shape(OP, reason);
+    let spans = visible.each;
     let (t, heads, dim) = q
         .dims3()
         .map_err(|_| shape(format!("q is {:?}", q.shape())))?;
@@ -210,7 +228,22 @@ pub(super) fn run(
             topk_blocks,
             block,
         };
-        return crate::cuda::index_topk(q, weights, keys, spans, &wanted, candidates);
+        let uploaded;
+        let rows = match visible.rows {
+            Some(rows) => rows,
+            None => {
+                let rows = spans.iter();
+                let rows = rows.flat_map(|s| [s.base as i32, s.visible as i32]);
+                uploaded = upload(rows.collect::<Vec<_>>(), (t, 2), q.device())?;
+                &uploaded
+            }
+        };
+        let spans = crate::cuda::Spans {
+            each: spans,
+            rows,
+            columns: visible.columns,
+        };
+        return crate::cuda::index_topk(q, weights, keys, &spans, &wanted, candidates);
     }
     let op = IndexTopk {
         spans,

@@ -17,6 +17,7 @@ pub use index_topk::{
     IndexSpan, TopkIdxs, candidate_blocks_ref, index_score_ref, index_topk, index_topk_ref,
     index_topk_with_candidates,
 };
+pub(crate) use index_topk::{Visible, Wanted, select_rows};
 pub use pool_rows::PoolRows;
 pub use sparse_attn::{KvRows, KvScope, sparse_attn, sparse_attn_ref};
 pub use topk_rows::topk_rows_ref;

@@ -1,0 +1,287 @@
+//! One step: what the host makes of a batch, and the layers that compute with it.
+//!
+//! The two are apart so that nothing is copied from the host while layers run: a GPU gets all of a step's
+//! host values at once, and can replay the layers with new ones.
+
+use candle_core::{Device, Tensor};
+use deepseek_v41_attention::{
+    AttnPlan, IndexKeySource, LayerCache, RopeTables, SharedAttentionRuntime, last_published,
+};
+use deepseek_v41_core::{Result, upload};
+use deepseek_v41_hyperconn::{Flow, PreMix, hc_expand, hc_mean, hc_pre};
+
+use crate::{
+    ForwardBatch, ForwardOutput, IndexKeys, LogitRows, ModelState, Probe, ProbePoint, Transformer,
+    block::Step,
+    lent::{Lent, PublishedKeys},
+    probe::NoProbe,
+};
+
+/// The host values of one step.
+pub(crate) struct StepInputs {
+    pub(crate) plan: AttnPlan,
+    ropes: RopeTables,
+    /// `[T]` u32 token ids, where the embedding is on a GPU and no row comes from a picture.
+    pub(crate) ids: Option<Tensor>,
+    /// `[T, C]` f32, the mix that the first layer starts from.
+    carried: Tensor,
+    /// For each Engram layer its hashes or rows.
+    engram: Vec<Tensor>,
+    image_mask: Option<Tensor>,
+    pub(crate) published: Option<PublishedKeys>,
+    pub(crate) rows: Rows,
+}
+
+/// Which rows become logits.
+pub(crate) enum Rows {
+    All,
+    None,
+    /// `[n]` u32.
+    Some(Tensor),
+}
+
+impl StepInputs {
+    /// The inputs with each tensor replaced by what `f` makes of it, always in the same order.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn map(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor>) -> Result<Self> {
+        let mut map = |tensor: &Option<Tensor>| tensor.as_ref().map(&mut *f).transpose();
+        let (ids, image_mask) = (map(&self.ids)?, map(&self.image_mask)?);
+        Ok(Self {
+            plan: self.plan.map(f)?,
+            ropes: self.ropes.map(f)?,
+            ids,
+            carried: f(&self.carried)?,
+            engram: self.engram.iter().map(&mut *f).collect::<Result<_>>()?,
+            image_mask,
+            published: self.published.clone(),
+            rows: match &self.rows {
+                Rows::Some(rows) => Rows::Some(f(rows)?),
+                Rows::All => Rows::All,
+                Rows::None => Rows::None,
+            },
+        })
+    }
+}
+
+impl Transformer {
+    /// What the host makes of `batch`: tensors on the CPU.
+    pub(crate) fn inputs(
+        &self,
+        batch: &ForwardBatch,
+        state: &ModelState,
+        plan: AttnPlan,
+        masks: &[Option<Vec<u8>>],
+    ) -> Result<StepInputs> {
+        let cpu = &Device::Cpu;
+        let mut engram = Vec::new();
+        if let Some(own) = &self.engram {
+            let hashes = own.hash(batch, state)?;
+            let layers = own.layers.iter().enumerate();
+            engram = layers
+                .map(|(e, layer)| layer.host_input(&hashes.tensor(e, cpu)?))
+                .collect::<Result<_>>()?;
+        }
+        let text = masks.iter().all(Option::is_none);
+        let ids = match text && self.embed.is_on_device() {
+            true => {
+                let ids = batch
+                    .chunks
+                    .iter()
+                    .flat_map(|c| c.token_ids.iter().copied());
+                Some(upload(ids.collect(), plan.tokens, cpu)?)
+            }
+            false => None,
+        };
+        let carried = PreMix::one_hot(plan.tokens, self.cfg.hc_mult, cpu)?;
+        let rows = match batch.logits {
+            LogitRows::All => Rows::All,
+            LogitRows::None => Rows::None,
+            LogitRows::Last => newest_rows(batch, 1)?,
+            LogitRows::Newest(n) => newest_rows(batch, n)?,
+        };
+        Ok(StepInputs {
+            ropes: RopeTables::new(&plan, &self.window_rope, &self.compressed_rope, cpu)?,
+            published: self.published_keys(batch, state, &plan)?,
+            image_mask: flat_mask(batch, masks)?,
+            carried: carried.tensor().clone(),
+            plan,
+            ids,
+            engram,
+            rows,
+        })
+    }
+
+    /// The layers over a step that nobody looks into.
+    pub(crate) fn unobserved(
+        &self,
+        batch: &ForwardBatch,
+        state: &mut ModelState,
+        inputs: &StepInputs,
+    ) -> Result<ForwardOutput> {
+        #[cfg(feature = "cuda")]
+        if let Some(output) = self.replay(batch, state, inputs)? {
+            return Ok(output);
+        }
+        self.compute_once(batch, state, inputs, &mut NoProbe)
+    }
+
+    /// The layers, with inputs that serve this step alone.
+    pub(crate) fn compute_once(
+        &self,
+        batch: &ForwardBatch,
+        state: &mut ModelState,
+        inputs: &StepInputs,
+        probe: &mut dyn Probe,
+    ) -> Result<ForwardOutput> {
+        #[cfg(feature = "cuda")]
+        if let Device::Cuda(dev) = &self.device {
+            let (inputs, _) = inputs.staged(dev)?;
+            return self.compute(batch, state, &inputs, probe);
+        }
+        self.compute(batch, state, inputs, probe)
+    }
+
+    /// The layers: `inputs` are where they compute.
+    pub(crate) fn compute(
+        &self,
+        batch: &ForwardBatch,
+        state: &mut ModelState,
+        inputs: &StepInputs,
+        probe: &mut dyn Probe,
+    ) -> Result<ForwardOutput> {
+        let mut step = Step {
+            plan: &inputs.plan,
+            ropes: &inputs.ropes,
+            image_mask: inputs.image_mask.as_ref(),
+            shared: SharedAttentionRuntime::new(),
+            probe,
+        };
+        let stream = match &inputs.ids {
+            Some(ids) => self.embed.copies(ids, self.cfg.hc_mult)?,
+            None => hc_expand(&self.embed.forward_chunks(&batch.chunks)?, self.cfg.hc_mult)?,
+        };
+        let mut flow = Flow::new(stream, PreMix::from_tensor(inputs.carried.clone())?);
+        let mut targets = Vec::new();
+        for (i, (block, role)) in self.blocks.iter().zip(self.plan.layers()).enumerate() {
+            if let (Some(e), Some(engram)) = (role.engram, &self.engram) {
+                let layer = &engram.layers[e];
+                let rows = layer.rows(&inputs.engram[e])?;
+                flow.map(|stream| layer.forward(stream, &rows, step.image_mask))?;
+                step.probe.value(i, ProbePoint::Engram, flow.stream()?)?;
+            }
+            if batch.target_hidden && role.draft_target {
+                targets.push(hc_mean(flow.stream()?)?);
+            }
+            let ModelState {
+                window, compressed, ..
+            } = &mut *state;
+            let tokens = inputs.published.as_ref().map(|p| p.of_layer(i));
+            let lent = Lent::new(&mut window[i], compressed, role.source, role.role.owns_kv());
+            let keys = tokens.map(|tokens| lent.keys(tokens));
+            let index_k = keys
+                .as_deref()
+                .map_or(IndexKeySource::Owner, IndexKeySource::PerToken);
+            let cache = LayerCache {
+                window: lent.window,
+                source: lent.source,
+                kv: lent.kv,
+                index_k,
+            };
+            block.forward(&mut flow, cache, &mut step)?;
+        }
+        let (stream, carried) = flow.finish()?;
+        let logits = self.logits(&inputs.rows, &stream, carried)?;
+        let target_hidden = match targets.len() {
+            0 => None,
+            _ => Some(Tensor::cat(&targets, 1)?),
+        };
+        Ok(ForwardOutput {
+            logits,
+            target_hidden,
+        })
+    }
+
+    /// Collapses the stream of the wanted rows and projects it to the vocabulary.
+    fn logits(&self, rows: &Rows, stream: &Tensor, carried: PreMix) -> Result<Tensor> {
+        let xs = match rows {
+            Rows::All => hc_pre(stream, &carried)?,
+            Rows::None => {
+                return upload(Vec::<f32>::new(), (0, self.cfg.vocab_size), &self.device);
+            }
+            Rows::Some(rows) => {
+                let carried = carried.tensor().contiguous()?.index_select(rows, 0)?;
+                hc_pre(
+                    &stream.index_select(rows, 0)?,
+                    &PreMix::from_tensor(carried)?,
+                )?
+            }
+        };
+        self.head.forward(&self.norm.forward(&xs)?)
+    }
+
+    /// For [`IndexKeys::LastPublished`]: whose keys every token scores in every layer.
+    fn published_keys(
+        &self,
+        batch: &ForwardBatch,
+        state: &ModelState,
+        plan: &AttnPlan,
+    ) -> Result<Option<PublishedKeys>> {
+        if self.cfg.index_keys == IndexKeys::Owner {
+            return Ok(None);
+        }
+        let mut prefill = Vec::with_capacity(plan.tokens);
+        for chunk in &batch.chunks {
+            let (sequence, len) = (state.sequence(chunk.seq)?, chunk.token_ids.len());
+            let first = if sequence.ids.is_empty() {
+                len as u32
+            } else {
+                sequence.prefill
+            };
+            prefill.resize(prefill.len() + len, first);
+        }
+        let layers = (0..self.plan.layers().len()).map(|layer| {
+            let upto = self
+                .plan
+                .sources()
+                .iter()
+                .filter(|s| s.layer <= layer)
+                .count();
+            let tokens = plan.positions.iter().zip(&prefill);
+            tokens
+                .map(|(pos, first)| last_published(&self.source_ratios, upto, *first, *pos))
+                .collect()
+        });
+        Ok(Some(PublishedKeys(layers.collect())))
+    }
+}
+
+fn flat_mask(batch: &ForwardBatch, masks: &[Option<Vec<u8>>]) -> Result<Option<Tensor>> {
+    if masks.iter().all(Option::is_none) {
+        return Ok(None);
+    }
+    let mut flat = Vec::with_capacity(batch.tokens());
+    for (chunk, mask) in batch.chunks.iter().zip(masks) {
+        match mask {
+            Some(mask) => flat.extend_from_slice(mask),
+            None => flat.resize(flat.len() + chunk.token_ids.len(), 0),
+        }
+    }
+    let n = flat.len();
+    Ok(Some(Tensor::from_vec(flat, n, &Device::Cpu)?))
+}
+
+/// Rows of the last `n` tokens of every chunk.
+fn newest_rows(batch: &ForwardBatch, n: usize) -> Result<Rows> {
+    let mut rows = Vec::new();
+    let mut end = 0;
+    for chunk in &batch.chunks {
+        let start = end;
+        end += chunk.token_ids.len();
+        rows.extend(start.max(end.saturating_sub(n)) as u32..end as u32);
+    }
+    Ok(match rows.len() {
+        0 => Rows::None,
+        all if all == end => Rows::All,
+        some => Rows::Some(upload(rows, some, &Device::Cpu)?),
+    })
+}
