@@ -8,7 +8,7 @@
 //          codes, scales or null: the packed form at `rows` (at t*H + h without rows): D/2 and D/group bytes a row for
 //          fp4, D and D/32 for fp8. inverse 1 rotates back
 // Grid     one warp per (t, h), block 128: ceil(T*H/4) blocks; D a multiple of 32, at most 512
-// Numerics f32 within each step, bf16 between steps, as the reference; codes are bit for bit the reference's
+// Numerics f32 within each step (the norm: f64), bf16 between steps, as the reference; codes are bit for bit the reference's
 // Checked  tests_cuda/check.cu, crates/attention/tests
 #include "../common/quantise.cuh"
 
@@ -25,14 +25,14 @@ extern "C" __global__ void __launch_bounds__(128) norm_rope_quant(const bf16* x,
     for (int i = 0; i < PER; ++i)
         if (i < n) val[i] = __bfloat162float(x[v * D + i * 32 + lane]);
     if (w) {
-        float sum = 0.0f;
+        double sum = 0.0;
 #pragma unroll
         for (int i = 0; i < PER; ++i)
-            if (i < n) sum += val[i] * val[i];
-        float r = rsqrtf(warp_sum(sum) / (float)D + eps);
+            if (i < n) sum += (double)val[i] * val[i];
+        double r = norm_factor(warp_sum(sum), D, eps);
 #pragma unroll
         for (int i = 0; i < PER; ++i)
-            if (i < n) val[i] = round_bf16(__bfloat162float(w[i * 32 + lane]) * (val[i] * r));
+            if (i < n) val[i] = normed(__bfloat162float(w[i * 32 + lane]), val[i], r);
     }
     int64_t row = rows ? rows[t] : v;
 #pragma unroll

@@ -17,20 +17,32 @@ __device__ __forceinline__ float warp_sum(float v) {
     for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(FULL, v, o);
     return v;
 }
+// In f64, where the last bits of a sum decide the roundings of a whole row.
+__device__ __forceinline__ double warp_sum(double v) {
+#pragma unroll
+    for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(FULL, v, o);
+    return v;
+}
 __device__ __forceinline__ float warp_max(float v) {
 #pragma unroll
     for (int o = 16; o; o >>= 1) v = fmaxf(v, __shfl_xor_sync(FULL, v, o));
     return v;
 }
-// Sum over the block in a fixed order; `scratch` holds 32 floats. Every thread gets the result.
-__device__ __forceinline__ float block_sum(float v, float* scratch) {
+// Sum over the block in a fixed order, of floats or doubles; `scratch` holds 32. Every thread gets the result.
+template <typename F>
+__device__ __forceinline__ F block_sum(F v, F* scratch) {
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, n = (blockDim.x + 31) >> 5;
     v = warp_sum(v);
     __syncthreads();
     if (lane == 0) scratch[warp] = v;
     __syncthreads();
-    return warp_sum(lane < n ? scratch[lane] : 0.0f);
+    return warp_sum(lane < n ? scratch[lane] : (F)0);
 }
+// 1 / sqrt(sum / n + eps) of a norm. In f64 the one rounding of each element is the only one, as on the CPU: a factor that is an f32
+// ulp off flips roundings all over the row, and an fp8 layer behind it makes per cents of that.
+__device__ __forceinline__ double norm_factor(double sum, int n, float eps) { return rsqrt(sum / (double)n + (double)eps); }
+// w * (x * r) of a norm, rounded to bf16.
+__device__ __forceinline__ float normed(float w, float x, double r) { return round_bf16((float)((double)w * ((double)x * r))); }
 
 // d += a (16x16, row) * b (16x8, col), f32 accumulators. Lane = 4g + q: a0,a2 row g, a1,a3 row g+8;
 // k = 2q,2q+1 in a0,a1,b0 and 8+2q.. in a2,a3,b1; d0,d1 row g, d2,d3 row g+8, columns 2q,2q+1.

@@ -5,7 +5,7 @@
 // Layout   stream, residual, out [T, C, dim] bf16, x, y [T, dim] bf16, pre, post [T, C] f32, comb [T, C, C] f32: rows of ld,
 //          ld_post and ld_comb elements, so that they may be views of packed coefficients
 // Grid     (ceil(dim/8/128), T), block 128; C <= 8, dim a multiple of 8
-// Numerics f32 sums over c (over j) in ascending order, one rounding
+// Numerics f32 sums over c (over j) in ascending order, products rounded, one rounding to bf16: the bits of the CPU
 // Checked  tests_cuda/check.cu, crates/hyperconn/tests
 #include "../common/quantise.cuh"
 
@@ -19,7 +19,7 @@ extern "C" __global__ void __launch_bounds__(128) hc_pre(const bf16* stream, con
         float p = pre ? pre[t * ld + c] : 1.0f;
         unpack8(reinterpret_cast<const uint4*>(stream)[(t * C + c) * units + u], v);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) sum[i] += p * v[i];
+        for (int i = 0; i < 8; ++i) sum[i] = __fadd_rn(sum[i], __fmul_rn(p, v[i]));
     }
     if (!pre) {
 #pragma unroll
@@ -42,10 +42,10 @@ extern "C" __global__ void __launch_bounds__(128) hc_post(const bf16* x, const b
             float c = comb[t * ld_comb + j * C + k];
             unpack8(reinterpret_cast<const uint4*>(residual)[(t * C + j) * units + u], r);
 #pragma unroll
-            for (int i = 0; i < 8; ++i) sum[i] += c * r[i];
+            for (int i = 0; i < 8; ++i) sum[i] = __fadd_rn(sum[i], __fmul_rn(c, r[i]));
         }
 #pragma unroll
-        for (int i = 0; i < 8; ++i) sum[i] += p * xv[i];
+        for (int i = 0; i < 8; ++i) sum[i] = __fadd_rn(sum[i], __fmul_rn(p, xv[i]));
         reinterpret_cast<uint4*>(out)[(t * C + k) * units + u] = pack8(sum);
     }
 }
