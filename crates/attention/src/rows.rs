@@ -8,7 +8,6 @@ use deepseek_v41_quant::{
     ScaleFormat, fake_quant_fp4, fake_quant_fp4_slice, fake_quant_fp8, fake_quant_fp8_slice,
 };
 use half::bf16;
-use rayon::prelude::*;
 
 /// The number format a row's values are rounded to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -187,15 +186,11 @@ impl CustomOp3 for FinishRows {
                 );
             }
         };
-        if heads > 0 && cpu::should_parallelise(out.len() * 24) {
-            out.par_chunks_mut(heads * width)
-                .enumerate()
-                .for_each_init(Vec::new, |copy, (t, rows)| token(copy, t, rows));
-        } else if heads > 0 {
-            let mut copy = Vec::new();
-            for (t, rows) in out.chunks_mut(heads * width).enumerate() {
-                token(&mut copy, t, rows);
-            }
+        if heads > 0 {
+            let work = out.len() * 24;
+            cpu::for_each_piece(work, &mut out, heads * width, |t, rows| {
+                token(&mut Vec::new(), t, rows);
+            });
         }
         Ok((CpuStorage::BF16(out), l1.shape().clone()))
     }

@@ -2,7 +2,6 @@
 
 use candle_core::{CpuStorage, CustomOp2, DType, Layout, Shape, Tensor};
 use half::bf16;
-use rayon::prelude::*;
 
 use crate::{Error, Result, VarBuilder, cpu};
 
@@ -168,13 +167,10 @@ impl CustomOp2 for RmsNormOp {
         let w = cpu::contiguous::<f32>(s2, l2, "rms_norm")?;
         let dim = w.len();
         let mut out = vec![bf16::ZERO; xs.len()];
-        let row = |(out, x): (&mut [bf16], &[bf16])| rms_norm_row(x, w, self.eps, out);
-        if dim > 0 && cpu::should_parallelise(xs.len() * 4) {
-            out.par_chunks_mut(dim)
-                .zip(xs.par_chunks(dim))
-                .for_each(row);
-        } else if dim > 0 {
-            out.chunks_mut(dim).zip(xs.chunks(dim)).for_each(row);
+        if dim > 0 {
+            cpu::for_each_piece(xs.len() * 4, &mut out, dim, |i, out| {
+                rms_norm_row(&xs[i * dim..][..dim], w, self.eps, out);
+            });
         }
         Ok((CpuStorage::BF16(out), l1.shape().clone()))
     }

@@ -1,8 +1,9 @@
 //! Rotary position embedding of the last dimensions of a vector, with YaRN.
 
+use std::ops::Range;
+
 use candle_core::{CpuStorage, CustomOp3, DType, Device, Layout, Shape, Tensor};
 use half::bf16;
-use rayon::prelude::*;
 
 use crate::{Error, Result, cpu, upload};
 
@@ -36,6 +37,19 @@ pub struct RopeTable {
     pub cos: Tensor,
     /// `[T, dim / 2]` f32.
     pub sin: Tensor,
+}
+
+impl RopeTable {
+    /// The rotations of some of the tokens; shares their memory.
+    ///
+    /// # Errors
+    /// Rows that the table does not have.
+    pub fn narrow(&self, rows: &Range<usize>) -> Result<Self> {
+        Ok(Self {
+            cos: self.cos.narrow(0, rows.start, rows.len())?,
+            sin: self.sin.narrow(0, rows.start, rows.len())?,
+        })
+    }
 }
 
 impl Rope {
@@ -234,14 +248,8 @@ impl CustomOp3 for ApplyRope {
             }
         };
         let width = heads * d;
-        if width > 0 && cpu::should_parallelise(dims[0] * heads * half * 6) {
-            out.par_chunks_mut(width)
-                .enumerate()
-                .for_each(|(i, row)| token(i, row));
-        } else if width > 0 {
-            out.chunks_mut(width)
-                .enumerate()
-                .for_each(|(i, row)| token(i, row));
+        if width > 0 {
+            cpu::for_each_piece(dims[0] * heads * half * 6, &mut out, width, token);
         }
         Ok((CpuStorage::BF16(out), l1.shape().clone()))
     }

@@ -4,7 +4,6 @@ use candle_core::Device;
 use deepseek_v41_core::{Result, VarBuilder, cpu};
 use deepseek_v41_quant::{Linear, WeightFormat};
 use half::bf16;
-use rayon::prelude::*;
 
 #[cfg(feature = "cuda")]
 use crate::cuda::DeviceExperts;
@@ -118,6 +117,12 @@ const SIDE_BY_SIDE: usize = 1 << 24;
 /// An expert and the (token, slot) pairs it got.
 type Group<'a> = (&'a Expert, &'a [u32]);
 
+/// What experts side by side do.
+enum Part<'a> {
+    Beside(&'a Expert, &'a mut [bf16]),
+    Group(&'a Group<'a>),
+}
+
 impl Experts {
     /// Reads experts `range` as `J.{w1,w2,w3}` under `vb`.
     ///
@@ -167,31 +172,53 @@ impl Experts {
 
     /// The routed part of this rank: for each token its experts' bf16 outputs, added in f32 in
     /// ascending order of expert to `sum: [T, dim]`. `values: [T, dim]` is what
-    /// [`Expert::input_values`] made of the input.
-    pub(crate) fn forward(&self, values: &[f32], routes: &Routes, sum: &mut [f32]) -> Result<()> {
+    /// [`Expert::input_values`] made of the input. `beside`, an expert for every token that takes the same
+    /// values, writes its own output.
+    pub(crate) fn forward(
+        &self,
+        values: &[f32],
+        routes: &Routes,
+        beside: Option<(&Expert, &mut [bf16])>,
+        sum: &mut [f32],
+    ) -> Result<()> {
         let groups = group_tokens(&routes.experts, self.range());
         let active: Vec<Group<'_>> = groups
             .active()
             .map(|(j, pairs)| (&self.experts[j - self.range.start], pairs))
             .collect();
         let k = routes.k;
-        let work = groups
-            .len()
-            .saturating_mul(self.experts.first().map_or(0, Expert::work));
+        let tokens = beside.as_ref().map_or(0, |_| values.len() / self.dim);
+        let each = beside.as_ref().map(|(expert, _)| *expert);
+        let each = each.or(self.experts.first()).map_or(0, Expert::work);
+        let work = (groups.len() + tokens).saturating_mul(each);
         // The two ways differ in where a row is computed, not in how, and both sum in ascending order.
         if active.len() > 1
             && groups.len() * self.dim <= SIDE_BY_SIDE
             && cpu::should_parallelise(work)
         {
-            let run = |group: &Group<'_>| {
-                let mut out = Vec::new();
-                self.run(group, values, routes, &mut out).map(|()| out)
-            };
-            let outs: Vec<Vec<bf16>> = active.par_iter().map(run).collect::<Result<_>>()?;
-            for ((_, pairs), out) in active.iter().zip(&outs) {
-                self.add(pairs, k, out, sum);
+            // The one with the most tokens first, so that it is not the last to end.
+            let part = |part| (part, Vec::new(), Ok(()));
+            let mut parts: Vec<(Part<'_>, Vec<bf16>, Result<()>)> = Vec::new();
+            parts.extend(beside.map(|(expert, out)| part(Part::Beside(expert, out))));
+            parts.extend(active.iter().map(|group| part(Part::Group(group))));
+            cpu::for_each_piece(work, &mut parts, 1, |_, parts| {
+                for (part, out, done) in parts {
+                    *done = match part {
+                        Part::Beside(expert, out) => expert.forward_values(values, None, out),
+                        Part::Group(group) => self.run(group, values, routes, out),
+                    };
+                }
+            });
+            for (part, out, done) in parts {
+                done?;
+                if let Part::Group((_, pairs)) = part {
+                    self.add(pairs, k, &out, sum);
+                }
             }
         } else {
+            if let Some((expert, out)) = beside {
+                expert.forward_values(values, None, out)?;
+            }
             let mut out = Vec::new();
             for group in &active {
                 self.run(group, values, routes, &mut out)?;

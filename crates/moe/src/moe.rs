@@ -148,17 +148,12 @@ impl Moe {
         cpu::with_scratch(xs.len(), |values| {
             self.shared.input_values(xs, values);
             if self.same_values {
-                let values = &*values;
-                let (shared, routed) = cpu::join(
-                    self.shared.work() * (t + routes.experts.len()),
-                    || self.shared.forward_values(values, None, &mut out),
-                    || self.experts.forward(values, routes, &mut sum),
-                );
-                return shared.and(routed);
+                let beside = Some((&self.shared, &mut out[..]));
+                return self.experts.forward(values, routes, beside, &mut sum);
             }
             self.shared.forward_values(values, None, &mut out)?;
             self.experts.input_values(xs, values);
-            self.experts.forward(values, routes, &mut sum)
+            self.experts.forward(values, routes, None, &mut sum)
         })?;
         if self.comm.world_size() > 1 {
             // f32 over the ranks, so that their number adds no rounding to bf16.

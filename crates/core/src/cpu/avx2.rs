@@ -67,6 +67,17 @@ pub(super) fn store<O: Output>(sums: &[Lanes], out: &mut [O]) {
     super::matmul::store_ref(rest, out_rest);
 }
 
+/// [`super::matmul::store_totals_ref`].
+#[target_feature(enable = "avx2,fma")]
+pub(super) fn store_totals<O: Output>(sums: &[f32], out: &mut [O]) {
+    let ((eights, rest), (outs, out_rest)) = (sums.as_chunks::<8>(), out.as_chunks_mut::<8>());
+    for (sums, out) in eights.iter().zip(outs) {
+        // SAFETY: eight values; the features are this function's.
+        unsafe { O::store_eight(_mm256_loadu_ps(sums.as_ptr()), out) };
+    }
+    super::matmul::store_totals_ref(rest, out_rest);
+}
+
 /// [`super::round_bf16`] of eight values.
 #[inline]
 #[target_feature(enable = "avx2")]

@@ -76,6 +76,37 @@ unsafe fn step<const C: usize>(
     }
 }
 
+/// [`super::sum_lanes`] of the eight lanes of two rows in every register: `2 * P` sums, rows in order.
+///
+/// # Safety
+/// `out` has room for them.
+#[inline]
+#[target_feature(enable = "avx512f")]
+pub unsafe fn sum_pairs_avx512<const P: usize>(pairs: [__m512; P], out: *mut f32) {
+    let mut p = 0;
+    while p < P {
+        // The second of two registers: of an odd one it is the first again.
+        let (a, b) = (pairs[p], pairs[(p + 1).min(P - 1)]);
+        // A quarter a row: 0+4, 1+5, 2+6, 3+7.
+        let quads = _mm512_add_ps(
+            _mm512_shuffle_f32x4::<0b10_00_10_00>(a, b),
+            _mm512_shuffle_f32x4::<0b11_01_11_01>(a, b),
+        );
+        let halves = _mm512_add_ps(quads, _mm512_permute_ps::<0b11_10_11_10>(quads));
+        let whole = _mm512_add_ps(halves, _mm512_permute_ps::<0b01_01_01_01>(halves));
+        let first = _mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
+        let sums = _mm512_castps512_ps128(_mm512_permutexvar_ps(first, whole));
+        // SAFETY: two or four of the sums from `2 * p` on.
+        unsafe {
+            match p + 1 < P {
+                true => _mm_storeu_ps(out.add(2 * p), sums),
+                false => _mm_storel_pd(out.add(2 * p).cast(), _mm_castps_pd(sums)),
+            }
+        }
+        p += 2;
+    }
+}
+
 /// Eight numbers of each of two rows.
 pub(super) trait StoredPair: Stored {
     /// # Safety
@@ -114,37 +145,63 @@ pub(super) fn stored<S: StoredPair>(
     stretch: &Stretch<'_>,
     sums: &mut [Lanes],
 ) {
-    // Enough sums in flight to hide the latency of an addition, few enough to stay in registers.
-    let done = match stretch.inputs() {
-        1 => stored_sweep::<S, 4, 1>(w, row_bytes, stretch, sums),
-        2 => stored_sweep::<S, 4, 2>(w, row_bytes, stretch, sums),
-        3 => stored_sweep::<S, 4, 3>(w, row_bytes, stretch, sums),
-        4 => stored_sweep::<S, 4, 4>(w, row_bytes, stretch, sums),
-        5 => stored_sweep::<S, 2, 5>(w, row_bytes, stretch, sums),
-        6 => stored_sweep::<S, 2, 6>(w, row_bytes, stretch, sums),
-        7 => stored_sweep::<S, 2, 7>(w, row_bytes, stretch, sums),
-        8 => stored_sweep::<S, 2, 8>(w, row_bytes, stretch, sums),
-        _ => 0,
-    };
+    let done = by_inputs::<S, false>(w, row_bytes, stretch, sums.as_flattened_mut());
     avx2::stored::<S>(w, row_bytes, stretch, done, sums);
 }
 
-/// [`stored`] for `C` inputs, `P` pairs of rows at a time; returns how many rows are done.
+/// Whole products, `totals[i * rows + r]`; `false` unless rows come in pairs and columns in eights.
 #[target_feature(enable = "avx512f")]
-fn stored_sweep<S: StoredPair, const P: usize, const C: usize>(
+pub(super) fn stored_totals<S: StoredPair>(
     w: &[u8],
     row_bytes: usize,
     stretch: &Stretch<'_>,
-    sums: &mut [Lanes],
+    totals: &mut [f32],
+) -> bool {
+    let rows = stretch.rows.len();
+    rows.is_multiple_of(2)
+        && stretch.cols.len().is_multiple_of(LANES)
+        && by_inputs::<S, true>(w, row_bytes, stretch, totals) == rows
+}
+
+/// Rows in pairs: lanes added to `sums`, or their sums if `TOTAL`. Returns how many rows are done.
+#[target_feature(enable = "avx512f")]
+fn by_inputs<S: StoredPair, const TOTAL: bool>(
+    w: &[u8],
+    row_bytes: usize,
+    stretch: &Stretch<'_>,
+    sums: &mut [f32],
+) -> usize {
+    // Enough sums in flight to hide the latency of an addition, few enough to stay in registers.
+    match stretch.inputs() {
+        1 => stored_sweep::<S, 4, 1, TOTAL>(w, row_bytes, stretch, sums),
+        2 => stored_sweep::<S, 4, 2, TOTAL>(w, row_bytes, stretch, sums),
+        3 => stored_sweep::<S, 4, 3, TOTAL>(w, row_bytes, stretch, sums),
+        4 => stored_sweep::<S, 4, 4, TOTAL>(w, row_bytes, stretch, sums),
+        5 => stored_sweep::<S, 2, 5, TOTAL>(w, row_bytes, stretch, sums),
+        6 => stored_sweep::<S, 2, 6, TOTAL>(w, row_bytes, stretch, sums),
+        7 => stored_sweep::<S, 2, 7, TOTAL>(w, row_bytes, stretch, sums),
+        8 => stored_sweep::<S, 2, 8, TOTAL>(w, row_bytes, stretch, sums),
+        _ => 0,
+    }
+}
+
+/// [`by_inputs`] for `C` inputs, `P` pairs of rows at a time.
+#[target_feature(enable = "avx512f")]
+fn stored_sweep<S: StoredPair, const P: usize, const C: usize, const TOTAL: bool>(
+    w: &[u8],
+    row_bytes: usize,
+    stretch: &Stretch<'_>,
+    sums: &mut [f32],
 ) -> usize {
     let mut r = 0;
     while r + 2 <= stretch.rows.len() {
-        let (w, sums) = (&w[r * row_bytes..], &mut sums[r..]);
+        let w = &w[r * row_bytes..];
+        let sums = &mut sums[r * if TOTAL { 1 } else { LANES }..];
         if r + 2 * P <= stretch.rows.len() {
-            stored_step::<S, P, C>(w, row_bytes, stretch, sums);
+            stored_step::<S, P, C, TOTAL>(w, row_bytes, stretch, sums);
             r += 2 * P;
         } else {
-            stored_step::<S, 1, C>(w, row_bytes, stretch, sums);
+            stored_step::<S, 1, C, TOTAL>(w, row_bytes, stretch, sums);
             r += 2;
         }
     }
@@ -154,22 +211,24 @@ fn stored_sweep<S: StoredPair, const P: usize, const C: usize>(
 /// The first `P` pairs of rows.
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn stored_step<S: StoredPair, const P: usize, const C: usize>(
+fn stored_step<S: StoredPair, const P: usize, const C: usize, const TOTAL: bool>(
     w: &[u8],
     row_bytes: usize,
     stretch: &Stretch<'_>,
-    sums: &mut [Lanes],
+    sums: &mut [f32],
 ) {
     let (len, k, stride) = (stretch.cols.len(), stretch.k, stretch.rows.len());
+    // Values of a sum: its lanes, or itself.
+    let each = if TOTAL { 1 } else { LANES };
     // All slices are checked here, once: the loop works on their pointers.
     let w = &w[..(2 * P - 1) * row_bytes + len * S::BYTES];
     let xs = &stretch.xs[stretch.cols.start..][..(C - 1) * k + len];
-    let sums = &mut sums[..(C - 1) * stride + 2 * P];
+    let sums = &mut sums[..((C - 1) * stride + 2 * P) * each];
     let mut acc = [[_mm512_setzero_ps(); P]; C];
-    for c in 0..C {
+    for c in 0..if TOTAL { 0 } else { C } {
         for p in 0..P {
-            // SAFETY: the sums of two rows.
-            acc[c][p] = unsafe { _mm512_loadu_ps(sums.as_ptr().add(c * stride + 2 * p).cast()) };
+            // SAFETY: the lanes of two rows.
+            acc[c][p] = unsafe { _mm512_loadu_ps(sums.as_ptr().add((c * stride + 2 * p) * LANES)) };
         }
     }
     let whole = len / LANES * LANES;
@@ -193,13 +252,24 @@ fn stored_step<S: StoredPair, const P: usize, const C: usize>(
             }
         }
     }
+    if TOTAL {
+        for c in 0..C {
+            // SAFETY: the sums of `2 * P` rows.
+            unsafe { sum_pairs_avx512(acc[c], sums.as_mut_ptr().add(c * stride)) };
+        }
+        return;
+    }
     for c in 0..C {
         for p in 0..P {
             // SAFETY: as the loads above.
             unsafe {
-                _mm512_storeu_ps(sums.as_mut_ptr().add(c * stride + 2 * p).cast(), acc[c][p])
+                _mm512_storeu_ps(
+                    sums.as_mut_ptr().add((c * stride + 2 * p) * LANES),
+                    acc[c][p],
+                )
             };
         }
+        let sums = sums.as_chunks_mut::<LANES>().0;
         for r in 0..if whole < len { 2 * P } else { 0 } {
             let (w, x) = (&w[r * row_bytes..], &xs[c * k..]);
             let (w, x) = (&w[whole * S::BYTES..len * S::BYTES], &x[whole..len]);

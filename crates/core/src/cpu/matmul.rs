@@ -10,11 +10,12 @@ use std::arch::x86_64::*;
 use std::ops::Range;
 
 use half::bf16;
-use rayon::prelude::*;
 
 #[cfg(target_arch = "x86_64")]
 use super::avx2;
-use super::{Isa, LANES, panel, round_bf16, should_parallelise, sum_lanes, with_scratch};
+use super::{
+    Isa, LANES, for_each_task, panel, round_bf16, should_parallelise, sum_lanes, with_scratch,
+};
 
 /// The lanes of one output element.
 pub type Lanes = [f32; LANES];
@@ -40,6 +41,15 @@ pub trait WeightRows: Sync {
     /// Formats override this to decode in registers.
     fn accumulate(&self, isa: Isa, stretch: &Stretch<'_>, sums: &mut [Lanes]) {
         accumulate_by_decoding(self, isa, stretch, sums);
+    }
+
+    /// Whole products with few inputs: `totals[i * rows + r]` becomes what [`sum_lanes`] makes of the
+    /// lanes that [`accumulate`](Self::accumulate) gives for zeros. `stretch` has all columns.
+    ///
+    /// Formats override this to keep the lanes in registers; `false`, with nothing promised of
+    /// `totals`, where they do not.
+    fn totals(&self, _isa: Isa, _stretch: &Stretch<'_>, _totals: &mut [f32]) -> bool {
+        false
     }
 }
 
@@ -250,17 +260,42 @@ impl<'a, O: Output> Columns<'a, O> {
 
     /// # Safety
     /// No other thread writes columns `row0 .. row0 + sums.len()` of input `i`.
-    unsafe fn store(&self, isa: Isa, i: usize, row0: usize, sums: &[Lanes]) {
-        let at = i * self.rows + row0;
-        assert!(row0 + sums.len() <= self.rows && at + sums.len() <= self.len);
+    unsafe fn store(&self, isa: Isa, i: usize, row0: usize, sums: Sums<'_>) {
+        let (at, len) = (i * self.rows + row0, sums.len());
+        assert!(row0 + len <= self.rows && at + len <= self.len);
         // SAFETY: inside the slice by the assertion; exclusive by the contract.
-        let out = unsafe { std::slice::from_raw_parts_mut(self.start.add(at), sums.len()) };
-        match isa {
-            Isa::Portable => store_ref(sums, out),
+        let out = unsafe { std::slice::from_raw_parts_mut(self.start.add(at), len) };
+        match (isa, sums) {
+            (Isa::Portable, Sums::Lanes(sums)) => store_ref(sums, out),
+            (Isa::Portable, Sums::Totals(sums)) => store_totals_ref(sums, out),
             // SAFETY: both variants are only made where the processor has AVX2.
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 | Isa::Avx512 => unsafe { avx2::store(sums, out) },
+            (_, Sums::Lanes(sums)) => unsafe { avx2::store(sums, out) },
+            // SAFETY: as above.
+            #[cfg(target_arch = "x86_64")]
+            (_, Sums::Totals(sums)) => unsafe { avx2::store_totals(sums, out) },
         }
+    }
+}
+
+/// What a task hands over for some rows and one input.
+enum Sums<'a> {
+    Lanes(&'a [Lanes]),
+    Totals(&'a [f32]),
+}
+
+impl Sums<'_> {
+    fn len(&self) -> usize {
+        match self {
+            Self::Lanes(sums) => sums.len(),
+            Self::Totals(sums) => sums.len(),
+        }
+    }
+}
+
+pub(super) fn store_totals_ref<O: Output>(sums: &[f32], out: &mut [O]) {
+    for (out, sum) in out.iter_mut().zip(sums) {
+        *out = O::store(*sum);
     }
 }
 
@@ -324,16 +359,16 @@ fn run<W: WeightRows + ?Sized, O: Output>(
     };
     let tasks = groups * blocks;
     let sums = m.min(MANY_INPUTS) * task_rows * LANES;
-    if should_parallelise(2 * m * n * k) {
-        let task_work = 2 * m * k * task_rows.min(per_group);
-        let min_len = TASK_WORK.div_ceil(task_work);
-        (0..tasks)
-            .into_par_iter()
-            .with_min_len(min_len)
-            .for_each(|i| with_scratch(sums, |sums| task(sums, i)));
-    } else {
-        with_scratch(sums, |sums| (0..tasks).for_each(|i| task(sums, i)));
+    let work = 2 * m * n * k;
+    if !should_parallelise(work) {
+        return with_scratch(sums, |sums| (0..tasks).for_each(|i| task(sums, i)));
     }
+    // Blocks of rows that are small go several at a time.
+    let blocks = TASK_WORK.div_ceil(2 * m * k * task_rows.min(per_group));
+    for_each_task(work, tasks.div_ceil(blocks), |i| {
+        let part = i * blocks..tasks.min((i + 1) * blocks);
+        with_scratch(sums, |sums| part.for_each(|i| task(sums, i)));
+    });
 }
 
 /// The inputs of one group.
@@ -350,7 +385,7 @@ fn block_product<W: WeightRows + ?Sized>(
     rows: Range<usize>,
     Inputs { xs, magnitudes }: Inputs<'_>,
     sums: &mut [f32],
-    store: impl Fn(usize, &[Lanes]),
+    store: impl Fn(usize, Sums<'_>),
 ) {
     let (k, count) = (w.cols(), rows.len());
     let inputs = (xs.len() / k).min(MANY_INPUTS);
@@ -359,6 +394,22 @@ fn block_product<W: WeightRows + ?Sized>(
     } else {
         MANY_COLS
     };
+    if inputs <= FEW_INPUTS && k <= cols {
+        let stretch = Stretch {
+            rows: rows.clone(),
+            cols: 0..k,
+            xs,
+            k,
+            magnitudes,
+        };
+        let totals = &mut sums[..inputs * count];
+        if w.totals(isa, &stretch, totals) {
+            for (i, totals) in totals.chunks_exact(count).enumerate() {
+                store(i, Sums::Totals(totals));
+            }
+            return;
+        }
+    }
     let sums = sums.as_chunks_mut::<LANES>().0;
     for (chunk, xs) in xs.chunks(inputs * k).enumerate() {
         let m = xs.len() / k;
@@ -379,7 +430,7 @@ fn block_product<W: WeightRows + ?Sized>(
             );
         }
         for (i, sums) in sums.chunks_exact(count).enumerate() {
-            store(chunk * inputs + i, sums);
+            store(chunk * inputs + i, Sums::Lanes(sums));
         }
     }
 }

@@ -16,6 +16,8 @@ mod pool;
 mod rows;
 mod scratch;
 
+#[cfg(target_arch = "x86_64")]
+pub use avx512::sum_pairs_avx512;
 use candle_core::{CpuStorage, Layout, WithDType};
 pub use convert::{round_bf16, widen, widen_slice};
 pub use dot::{LANES, dot, dot_ref, dot_with, sum_lanes};
@@ -24,23 +26,9 @@ pub use matmul::{
     FEW_INPUTS, Lanes, Magnitudes, Stretch, WeightRows, accumulate_by_decoding,
     grouped_matmul_bf16, matmul, matmul_bf16, matmul_with,
 };
-pub use pool::{in_pool, join};
+pub use pool::{for_each_piece, for_each_task, in_pool, should_parallelise, team_size};
 pub use rows::{Bf16Rows, F32Rows};
 pub use scratch::with_scratch;
-
-/// Below this many floating-point operations waking other threads costs more than it saves.
-const PARALLEL_WORK: usize = 400_000;
-/// The same on a thread of the pool, whose neighbours are awake or can be woken without waiting for it.
-const PARALLEL_WORK_IN_POOL: usize = 100_000;
-
-/// Whether `work` (about the number of floating-point operations) is worth spreading over threads.
-///
-/// Never changes a result, only where it is computed.
-pub fn should_parallelise(work: usize) -> bool {
-    work >= PARALLEL_WORK_IN_POOL
-        && (work >= PARALLEL_WORK || rayon::current_thread_index().is_some())
-        && rayon::current_num_threads() > 1
-}
 
 /// The elements of a contiguous CPU tensor, as a custom op receives them.
 ///

@@ -111,6 +111,18 @@ impl WeightRows for Bf16Rows {
             _ => accumulate_by_decoding(self, isa, stretch, sums),
         }
     }
+
+    fn totals(&self, isa: Isa, stretch: &Stretch<'_>, totals: &mut [f32]) -> bool {
+        match isa {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => {
+                let rows = &self.bytes[stretch.rows.start * self.cols * 2..];
+                // SAFETY: it is only named where the processor has it.
+                unsafe { avx512::stored_totals::<Bf16>(rows, 2 * self.cols, stretch, totals) }
+            }
+            _ => false,
+        }
+    }
 }
 
 impl WeightRows for F32Rows {
@@ -138,6 +150,18 @@ impl WeightRows for F32Rows {
                 stored::<F32>(isa, &self.bytes[first..], 4 * self.cols, stretch, sums);
             }
             _ => accumulate_by_decoding(self, isa, stretch, sums),
+        }
+    }
+
+    fn totals(&self, isa: Isa, stretch: &Stretch<'_>, totals: &mut [f32]) -> bool {
+        match isa {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => {
+                let rows = &self.bytes[stretch.rows.start * self.cols * 4..];
+                // SAFETY: it is only named where the processor has it.
+                unsafe { avx512::stored_totals::<F32>(rows, 4 * self.cols, stretch, totals) }
+            }
+            _ => false,
         }
     }
 }

@@ -113,24 +113,18 @@ impl HcMixes<'_> {
         cpu::with_scratch(stream.len() + out.len(), |scratch| {
             let (xs, mixes) = scratch.split_at_mut(stream.len());
             cpu::widen_slice(stream, xs);
-            let sums = |group: usize| {
-                let mut sums = [[0f64; ROWS]; TOKENS_AT_ONCE];
-                project(isa, func, group * ROWS, xs, &mut sums[..m]);
-                sums
-            };
-            let groups = 0..width.div_ceil(ROWS);
-            let sums: Vec<_> = if spread {
-                groups.into_par_iter().map(sums).collect()
-            } else {
-                groups.map(sums).collect()
-            };
+            let mut all = vec![[[0f64; ROWS]; TOKENS_AT_ONCE]; width.div_ceil(ROWS)];
+            let work = if spread { 2 * m * width * cols } else { 0 };
+            cpu::for_each_piece(work, &mut all, 1, |group, all| {
+                project(isa, func, group * ROWS, xs, &mut all[0][..m]);
+            });
             let rows = mixes
                 .chunks_exact_mut(width)
                 .zip(out.chunks_exact_mut(width));
             for (t, (mixes, out)) in rows.enumerate() {
                 let rstd = rstd(isa, &xs[t * cols..(t + 1) * cols], self.norm_eps);
                 for (i, mix) in mixes.iter_mut().enumerate() {
-                    *mix = (sums[i / ROWS][t][i % ROWS] * rstd) as f32;
+                    *mix = (all[i / ROWS][t][i % ROWS] * rstd) as f32;
                 }
                 split_token(mixes, scale, base, self.p, out);
             }

@@ -16,7 +16,6 @@ use deepseek_v41_core::{
     rms_norm_row,
 };
 use half::bf16;
-use rayon::prelude::*;
 
 use super::hc_mixes::{HcMixes, TOKENS_AT_ONCE};
 use super::{hc_post, hc_pre, stream_dims};
@@ -188,9 +187,12 @@ impl Pass<'_> {
         } else {
             let blocks = self.blocks(t, size, &mut stream, &mut coef, &mut x);
             if parallel && !spread {
-                blocks
-                    .into_par_iter()
-                    .for_each(|block| self.block(isa, false, block));
+                let mut blocks: Vec<_> = blocks.into_iter().map(Some).collect();
+                cpu::for_each_piece(work, &mut blocks, 1, |_, block| {
+                    if let Some(block) = block[0].take() {
+                        self.block(isa, false, block);
+                    }
+                });
             } else {
                 blocks
                     .into_iter()

@@ -3,7 +3,6 @@
 
 use deepseek_v41_core::cpu;
 use half::bf16;
-use rayon::prelude::*;
 
 /// Elements of every copy handled before moving on: with four copies 5 KB of f32, well inside a
 /// first-level cache, and long enough for the compiler to vectorise loops over it.
@@ -47,16 +46,8 @@ pub(super) fn for_each_token<T: Send>(
     if row_len == 0 {
         return;
     }
-    let tokens = out.len() / row_len;
-    if tokens > 1 && cpu::should_parallelise(tokens.saturating_mul(work)) {
-        out.par_chunks_mut(row_len)
-            .enumerate()
-            .for_each(|(t, row)| f(t, row));
-    } else {
-        out.chunks_mut(row_len)
-            .enumerate()
-            .for_each(|(t, row)| f(t, row));
-    }
+    let work = (out.len() / row_len).saturating_mul(work);
+    cpu::for_each_piece(work, out, row_len, f);
 }
 
 /// Defines `$name(isa, args…)`, which runs the safe and inlined `$body(args…)` compiled for `isa`.

@@ -195,12 +195,24 @@ pub fn act_quant_values(xs: &[bf16], values: &mut [f32]) {
 
 #[inline(always)]
 fn values_body(xs: &[bf16], values: &mut [f32]) {
-    for (xs, values) in xs.chunks(FP8_GROUP).zip(values.chunks_mut(FP8_GROUP)) {
-        let scale = fp8_scale(group_amax(xs), ActScale::E8M0);
-        for (value, x) in values.iter_mut().zip(xs) {
-            let v = (cpu::widen(*x) / scale).clamp(-e4m3::MAX, e4m3::MAX);
-            *value = e4m3::round_finite(v) * scale;
-        }
+    let ((xs, rest), (values, out)) = (
+        xs.as_chunks::<FP8_GROUP>(),
+        values.as_chunks_mut::<FP8_GROUP>(),
+    );
+    for (xs, values) in xs.iter().zip(values) {
+        group_values(xs, values);
+    }
+    group_values(rest, out);
+}
+
+#[inline(always)]
+fn group_values(xs: &[bf16], values: &mut [f32]) {
+    let scale = fp8_scale(group_amax(xs), ActScale::E8M0);
+    // A power of two from 2^-22 to 2^120: its inverse is exact, and so dividing is multiplying.
+    let inverse = 1.0 / scale;
+    for (value, x) in values.iter_mut().zip(xs) {
+        let v = (cpu::widen(*x) * inverse).clamp(-e4m3::MAX, e4m3::MAX);
+        *value = e4m3::round_finite(v) * scale;
     }
 }
 

@@ -24,9 +24,16 @@ macro_rules! widest {
             fn avx2($($arg: $ty),*) {
                 $body($($arg),*)
             }
-            if deepseek_v41_core::cpu::Isa::detect() != deepseek_v41_core::cpu::Isa::Portable {
-                // SAFETY: every other `Isa` of x86-64 includes AVX2.
-                return unsafe { avx2($($arg),*) };
+            #[target_feature(enable = "avx2,avx512f,avx512bw,avx512vl")]
+            fn avx512($($arg: $ty),*) {
+                $body($($arg),*)
+            }
+            match deepseek_v41_core::cpu::Isa::detect() {
+                // SAFETY: the variant stands for these features.
+                deepseek_v41_core::cpu::Isa::Avx512 => return unsafe { avx512($($arg),*) },
+                // SAFETY: the variant stands for AVX2.
+                deepseek_v41_core::cpu::Isa::Avx2 => return unsafe { avx2($($arg),*) },
+                _ => {}
             }
         }
         $body($($arg),*)

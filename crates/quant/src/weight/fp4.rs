@@ -137,6 +137,17 @@ impl WeightRows for Fp4Weight {
             _ => accumulate_by_decoding(self, isa, stretch, sums),
         }
     }
+
+    fn totals(&self, isa: Isa, stretch: &Stretch<'_>, totals: &mut [f32]) -> bool {
+        match isa {
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: the variant exists only with these instructions.
+            Isa::Avx512 => unsafe {
+                super::fp4_avx512::totals(&self.packed, &self.scales, stretch, totals)
+            },
+            _ => false,
+        }
+    }
 }
 
 impl Fp4Weight {

@@ -4,7 +4,7 @@
 
 use std::arch::x86_64::*;
 
-use deepseek_v41_core::cpu::{LANES, Lanes, Stretch};
+use deepseek_v41_core::cpu::{LANES, Lanes, Stretch, sum_pairs_avx512};
 
 use super::{
     FP4_GROUP,
@@ -20,33 +20,51 @@ const BYTES: usize = FP4_GROUP / 2;
 /// [`fp4_avx2::accumulate`] from the stretch's first row on.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx2,fma")]
 pub(super) fn accumulate(packed: &[u8], scales: &[u8], s: &Stretch<'_>, sums: &mut [Lanes]) {
-    let done = match s.inputs() {
-        1 => sweep::<1>(packed, scales, s, sums),
-        2 => sweep::<2>(packed, scales, s, sums),
-        3 => sweep::<3>(packed, scales, s, sums),
-        4 => sweep::<4>(packed, scales, s, sums),
-        5 => sweep::<5>(packed, scales, s, sums),
-        6 => sweep::<6>(packed, scales, s, sums),
-        7 => sweep::<7>(packed, scales, s, sums),
-        8 => sweep::<8>(packed, scales, s, sums),
-        _ => 0,
-    };
+    let done = by_inputs::<false>(packed, scales, s, sums.as_flattened_mut());
     if done < s.rows.len() {
         fp4_avx2::accumulate(packed, scales, s, done, sums);
     }
 }
 
-/// [`accumulate`] for `C` inputs; returns how many rows are done.
+/// Whole products, `totals[c * rows + r]`; `false` unless rows come in fours.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx2,fma")]
-fn sweep<const C: usize>(
+pub(super) fn totals(packed: &[u8], scales: &[u8], s: &Stretch<'_>, totals: &mut [f32]) -> bool {
+    s.rows.len().is_multiple_of(2 * PAIRS)
+        && by_inputs::<true>(packed, scales, s, totals) == s.rows.len()
+}
+
+/// Lanes added to `sums`, or their sums if `TOTAL`; returns how many rows are done.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx2,fma")]
+fn by_inputs<const TOTAL: bool>(
     packed: &[u8],
     scales: &[u8],
     s: &Stretch<'_>,
-    sums: &mut [Lanes],
+    sums: &mut [f32],
+) -> usize {
+    match s.inputs() {
+        1 => sweep::<1, TOTAL>(packed, scales, s, sums),
+        2 => sweep::<2, TOTAL>(packed, scales, s, sums),
+        3 => sweep::<3, TOTAL>(packed, scales, s, sums),
+        4 => sweep::<4, TOTAL>(packed, scales, s, sums),
+        5 => sweep::<5, TOTAL>(packed, scales, s, sums),
+        6 => sweep::<6, TOTAL>(packed, scales, s, sums),
+        7 => sweep::<7, TOTAL>(packed, scales, s, sums),
+        8 => sweep::<8, TOTAL>(packed, scales, s, sums),
+        _ => 0,
+    }
+}
+
+/// [`by_inputs`] for `C` inputs.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx2,fma")]
+fn sweep<const C: usize, const TOTAL: bool>(
+    packed: &[u8],
+    scales: &[u8],
+    s: &Stretch<'_>,
+    sums: &mut [f32],
 ) -> usize {
     let done = s.rows.len() / (2 * PAIRS) * (2 * PAIRS);
     for r in (0..done).step_by(2 * PAIRS) {
-        step::<C>(packed, scales, s, r, sums);
+        step::<C, TOTAL>(packed, scales, s, r, sums);
     }
     done
 }
@@ -54,14 +72,16 @@ fn sweep<const C: usize>(
 /// Rows `r0 .. r0 + 2 * PAIRS` of the stretch.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx2,fma")]
-fn step<const C: usize>(
+fn step<const C: usize, const TOTAL: bool>(
     packed: &[u8],
     scales: &[u8],
     s: &Stretch<'_>,
     r0: usize,
-    sums: &mut [Lanes],
+    sums: &mut [f32],
 ) {
     const ROWS: usize = 2 * PAIRS;
+    // Values of a sum: its lanes, or itself.
+    let each = if TOTAL { 1 } else { LANES };
     let (stride, k) = (s.rows.len(), s.k);
     let row_groups = k / FP4_GROUP;
     let (first, groups) = (s.cols.start / FP4_GROUP, s.cols.len() / FP4_GROUP);
@@ -71,13 +91,13 @@ fn step<const C: usize>(
     let scales = scales[start..][..span].as_ptr();
     let packed = packed[start * BYTES..][..span * BYTES].as_ptr();
     let xs = s.xs[s.cols.start..][..(C - 1) * k + groups * FP4_GROUP].as_ptr();
-    let sums = sums[r0..][..(C - 1) * stride + ROWS].as_mut_ptr();
+    let sums = sums[r0 * each..][..((C - 1) * stride + ROWS) * each].as_mut_ptr();
 
     let mut acc = [[_mm512_setzero_ps(); PAIRS]; C];
-    for c in 0..C {
+    for c in 0..if TOTAL { 0 } else { C } {
         for p in 0..PAIRS {
             // SAFETY: the lanes of two rows.
-            acc[c][p] = unsafe { _mm512_loadu_ps(sums.add(c * stride + 2 * p).cast()) };
+            acc[c][p] = unsafe { _mm512_loadu_ps(sums.add((c * stride + 2 * p) * LANES)) };
         }
     }
     for g in 0..groups {
@@ -108,9 +128,14 @@ fn step<const C: usize>(
         }
     }
     for c in 0..C {
+        if TOTAL {
+            // SAFETY: the sums of `ROWS` rows.
+            unsafe { sum_pairs_avx512(acc[c], sums.add(c * stride)) };
+            continue;
+        }
         for p in 0..PAIRS {
             // SAFETY: as the loads above.
-            unsafe { _mm512_storeu_ps(sums.add(c * stride + 2 * p).cast(), acc[c][p]) };
+            unsafe { _mm512_storeu_ps(sums.add((c * stride + 2 * p) * LANES), acc[c][p]) };
         }
     }
 }

@@ -144,6 +144,14 @@ impl WeightRows for Fp8Weight {
             _ => accumulate_by_decoding(self, isa, stretch, sums),
         }
     }
+
+    fn totals(&self, isa: Isa, stretch: &Stretch<'_>, totals: &mut [f32]) -> bool {
+        match isa {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 if self.has_whole_steps() => self.totals_in_registers(stretch, totals),
+            _ => false,
+        }
+    }
 }
 
 impl Fp8Weight {
@@ -196,6 +204,35 @@ impl Fp8Weight {
             }
         }
         self.decode_portable(row, k0 + whole, &mut out[whole..]);
+    }
+
+    /// `false` where a band would need more care than lanes in registers.
+    #[cfg(target_arch = "x86_64")]
+    fn totals_in_registers(&self, s: &Stretch<'_>, totals: &mut [f32]) -> bool {
+        let (len, sums_stride) = (s.cols.len(), s.rows.len());
+        cpu::with_scratch(s.inputs() * len, |folded| {
+            let mut row = s.rows.start;
+            while row < s.rows.end {
+                let count = (self.tile - row % self.tile).min(s.rows.end - row);
+                if !self.fold(row, s, folded) {
+                    return false;
+                }
+                let b = Band {
+                    codes: &self.codes[row * self.cols..],
+                    row_bytes: self.cols,
+                    rows: count,
+                    len,
+                    xs: folded,
+                    sums_stride,
+                };
+                // SAFETY: only called with these instructions.
+                if !unsafe { super::fp8_avx512::totals(&b, &mut totals[row - s.rows.start..]) } {
+                    return false;
+                }
+                row += count;
+            }
+            true
+        })
     }
 
     /// Rows of one band of tiles share their scales, which are folded into the inputs.
@@ -251,21 +288,7 @@ impl Fp8Weight {
         if scales.iter().any(|scale| self.must_round(*scale)) {
             return false;
         }
-        // A stretch may begin inside of a wide tile: its first columns then go by themselves.
-        let head = ((self.tile - s.cols.start % self.tile) % self.tile).min(s.cols.len());
-        folded
-            .chunks_exact_mut(s.cols.len())
-            .enumerate()
-            .all(|(i, folded)| {
-                let (x_head, x) = s.input(i).split_at(head);
-                let (folded_head, folded) = folded.split_at_mut(head);
-                let rest = &scales[usize::from(head > 0)..];
-                // SAFETY: only reached with AVX2.
-                unsafe {
-                    let (tile, sizes) = (self.tile, s.magnitudes);
-                    fp8_avx2::fold_scales(x_head, scales, tile, sizes, folded_head)
-                        && fp8_avx2::fold_scales(x, rest, tile, sizes, folded)
-                }
-            })
+        // SAFETY: only reached with AVX2.
+        unsafe { fp8_avx2::fold_scales(s, scales, self.tile, folded) }
     }
 }

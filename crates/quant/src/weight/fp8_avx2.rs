@@ -11,7 +11,7 @@
 
 use std::arch::x86_64::*;
 
-use deepseek_v41_core::cpu::{LANES, Lanes, Magnitudes};
+use deepseek_v41_core::cpu::{LANES, Lanes, Magnitudes, Stretch};
 
 use crate::formats::e8m0;
 
@@ -91,35 +91,41 @@ pub(super) fn decode(
     out.len()
 }
 
-/// Part of an input with `scale * 2^8` folded in; `false`, with nothing promised of `out`, unless every
-/// product of an input of such magnitudes with a code stays a normal number. `scales` are those of the
-/// tiles from `x` on, each `tile` columns.
+/// The inputs of a stretch with `scale * 2^8` folded in, end to end; `false`, with nothing promised of
+/// `out`, unless every product of an input of such magnitudes with a code stays a normal number. `scales`
+/// are those of the tiles, each `tile` columns, from the one that holds the stretch's first column on.
 #[target_feature(enable = "avx2,fma,f16c")]
-pub(super) fn fold_scales(
-    x: &[f32],
-    scales: &[u8],
-    tile: usize,
-    magnitudes: Magnitudes,
-    out: &mut [f32],
-) -> bool {
+pub(super) fn fold_scales(s: &Stretch<'_>, scales: &[u8], tile: usize, out: &mut [f32]) -> bool {
     // Shifted codes lie in 2^-17 .. 2^1, so 2^±100 leaves room on both sides.
     const LOW: f32 = f32::from_bits((127 - 100) << 23);
     const HIGH: f32 = f32::from_bits((127 + 100) << 23);
-    for ((x, out), byte) in x.chunks(tile).zip(out.chunks_mut(tile)).zip(scales) {
+    let (len, Magnitudes { least, most }) = (s.cols.len(), s.magnitudes);
+    // The first tile may begin before the stretch.
+    let (mut at, mut end) = (0, tile - s.cols.start % tile);
+    for byte in scales {
+        if at >= len {
+            break;
+        }
         // Infinite above LAST_BYTE and NaN for 255: then one of the comparisons does not hold.
         let factor = e8m0::decode(*byte) * SHIFT;
-        if !(magnitudes.least * factor >= LOW && magnitudes.most * factor <= HIGH) {
+        if !(least * factor >= LOW && most * factor <= HIGH) {
             return false;
         }
-        let ((x, x_rest), (out, rest)) = (x.as_chunks::<STEP>(), out.as_chunks_mut::<STEP>());
-        for (out, x) in out.iter_mut().zip(x) {
-            for i in 0..STEP {
-                out[i] = x[i] * factor;
+        let cols = at..end.min(len);
+        let xs = s.xs[s.cols.start..].chunks(s.k);
+        for (x, out) in xs.zip(out.chunks_exact_mut(len)) {
+            let (x, out) = (&x[cols.clone()], &mut out[cols.clone()]);
+            let ((x, x_rest), (out, rest)) = (x.as_chunks::<STEP>(), out.as_chunks_mut::<STEP>());
+            for (out, x) in out.iter_mut().zip(x) {
+                for i in 0..STEP {
+                    out[i] = x[i] * factor;
+                }
+            }
+            for (out, x) in rest.iter_mut().zip(x_rest) {
+                *out = x * factor;
             }
         }
-        for (out, x) in rest.iter_mut().zip(x_rest) {
-            *out = x * factor;
-        }
+        (at, end) = (end, end + tile);
     }
     true
 }

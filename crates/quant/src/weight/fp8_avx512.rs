@@ -4,7 +4,7 @@
 
 use std::arch::x86_64::*;
 
-use deepseek_v41_core::cpu::{LANES, Lanes};
+use deepseek_v41_core::cpu::{LANES, Lanes, sum_pairs_avx512};
 
 use super::fp8_avx2::{self, Band, STEP, has_nan};
 
@@ -14,17 +14,7 @@ const PAIRS: usize = 2;
 /// [`fp8_avx2::band`].
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx2,fma,f16c")]
 pub(super) fn band(b: &Band<'_>, sums: &mut [Lanes]) -> Vec<usize> {
-    let (done, mut nan) = match b.xs.len() / b.len {
-        1 => sweep::<1>(b, sums),
-        2 => sweep::<2>(b, sums),
-        3 => sweep::<3>(b, sums),
-        4 => sweep::<4>(b, sums),
-        5 => sweep::<5>(b, sums),
-        6 => sweep::<6>(b, sums),
-        7 => sweep::<7>(b, sums),
-        8 => sweep::<8>(b, sums),
-        _ => (0, Vec::new()),
-    };
+    let (done, mut nan) = by_inputs::<false>(b, sums.as_flattened_mut());
     if done < b.rows {
         let rest = Band {
             codes: &b.codes[done * b.row_bytes..],
@@ -37,13 +27,37 @@ pub(super) fn band(b: &Band<'_>, sums: &mut [Lanes]) -> Vec<usize> {
     nan
 }
 
-/// [`band`] for `C` inputs: how many rows are done, and which of them hold a NaN code.
+/// Whole products, `totals[c * sums_stride + r]`: `false` when a row holds a NaN code or rows do not
+/// come in fours.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx2,fma,f16c")]
-fn sweep<const C: usize>(b: &Band<'_>, sums: &mut [Lanes]) -> (usize, Vec<usize>) {
+pub(super) fn totals(b: &Band<'_>, totals: &mut [f32]) -> bool {
+    let (done, nan) = by_inputs::<true>(b, totals);
+    done == b.rows && nan.is_empty()
+}
+
+/// Lanes added to `sums`, or their sums if `TOTAL`.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx2,fma,f16c")]
+fn by_inputs<const TOTAL: bool>(b: &Band<'_>, sums: &mut [f32]) -> (usize, Vec<usize>) {
+    match b.xs.len() / b.len {
+        1 => sweep::<1, TOTAL>(b, sums),
+        2 => sweep::<2, TOTAL>(b, sums),
+        3 => sweep::<3, TOTAL>(b, sums),
+        4 => sweep::<4, TOTAL>(b, sums),
+        5 => sweep::<5, TOTAL>(b, sums),
+        6 => sweep::<6, TOTAL>(b, sums),
+        7 => sweep::<7, TOTAL>(b, sums),
+        8 => sweep::<8, TOTAL>(b, sums),
+        _ => (0, Vec::new()),
+    }
+}
+
+/// [`by_inputs`] for `C` inputs: how many rows are done, and which of them hold a NaN code.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx2,fma,f16c")]
+fn sweep<const C: usize, const TOTAL: bool>(b: &Band<'_>, sums: &mut [f32]) -> (usize, Vec<usize>) {
     let mut nan = Vec::new();
     let done = b.rows / (2 * PAIRS) * (2 * PAIRS);
     for r in (0..done).step_by(2 * PAIRS) {
-        if !step::<C>(b, r, sums) {
+        if !step::<C, TOTAL>(b, r, sums) {
             nan.extend(r..r + 2 * PAIRS);
         }
     }
@@ -53,22 +67,24 @@ fn sweep<const C: usize>(b: &Band<'_>, sums: &mut [Lanes]) -> (usize, Vec<usize>
 /// Rows `r0 .. r0 + 2 * PAIRS`; `false`, with their sums left alone, when one of them holds a NaN code.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx2,fma,f16c")]
-fn step<const C: usize>(b: &Band<'_>, r0: usize, sums: &mut [Lanes]) -> bool {
+fn step<const C: usize, const TOTAL: bool>(b: &Band<'_>, r0: usize, sums: &mut [f32]) -> bool {
     const ROWS: usize = 2 * PAIRS;
     let (len, stride) = (b.len, b.sums_stride);
+    // Values of a sum: its lanes, or itself.
+    let each = if TOTAL { 1 } else { LANES };
     // All slices are checked here, once: the loop works on their pointers.
     assert!(len.is_multiple_of(STEP));
     let codes = b.codes[r0 * b.row_bytes..][..(ROWS - 1) * b.row_bytes + len].as_ptr();
     let xs = b.xs[..C * len].as_ptr();
-    let sums = sums[r0..][..(C - 1) * stride + ROWS].as_mut_ptr();
+    let sums = sums[r0 * each..][..((C - 1) * stride + ROWS) * each].as_mut_ptr();
 
     let sign = _mm512_set1_epi8(i8::MIN);
     let mut top = sign;
     let mut acc = [[_mm512_setzero_ps(); PAIRS]; C];
-    for c in 0..C {
+    for c in 0..if TOTAL { 0 } else { C } {
         for p in 0..PAIRS {
             // SAFETY: the lanes of two rows.
-            acc[c][p] = unsafe { _mm512_loadu_ps(sums.add(c * stride + 2 * p).cast()) };
+            acc[c][p] = unsafe { _mm512_loadu_ps(sums.add((c * stride + 2 * p) * LANES)) };
         }
     }
     for at in (0..len).step_by(STEP) {
@@ -110,9 +126,14 @@ fn step<const C: usize>(b: &Band<'_>, r0: usize, sums: &mut [Lanes]) -> bool {
         return false;
     }
     for c in 0..C {
+        if TOTAL {
+            // SAFETY: the sums of `ROWS` rows.
+            unsafe { sum_pairs_avx512(acc[c], sums.add(c * stride)) };
+            continue;
+        }
         for p in 0..PAIRS {
             // SAFETY: as the loads above.
-            unsafe { _mm512_storeu_ps(sums.add(c * stride + 2 * p).cast(), acc[c][p]) };
+            unsafe { _mm512_storeu_ps(sums.add((c * stride + 2 * p) * LANES), acc[c][p]) };
         }
     }
     true

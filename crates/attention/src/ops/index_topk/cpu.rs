@@ -58,7 +58,8 @@ fn select_with(
         .map(|t| Query::new(t, scoring, wanted, candidates))
         .collect();
     let positions: usize = queries.iter().map(Query::positions).sum();
-    let parallel = cpu::should_parallelise(2 * positions * scoring.heads * scoring.dim);
+    let work = 2 * positions * scoring.heads * scoring.dim;
+    let parallel = cpu::should_parallelise(work);
     let threads = rayon::current_num_threads();
     let scan = |query: &Query<'_>, units| Scan::new(simd, scoring, wanted, query).run(units);
     let outputs = queries
@@ -83,13 +84,19 @@ fn select_with(
             .enumerate()
             .flat_map(|(t, q)| q.parts(2 * threads, min_part).map(move |part| (t, part)))
             .collect();
-        let kept: Vec<Kept> = parts
-            .par_iter()
-            .map(|(t, part)| scan(&queries[*t], part.clone()))
-            .collect();
+        let mut kept: Vec<Option<Kept>> = parts.iter().map(|_| None).collect();
+        cpu::for_each_piece(work, &mut kept, 1, |i, kept| {
+            let (t, part) = &parts[i];
+            kept[0] = Some(scan(&queries[*t], part.clone()));
+        });
         for (t, ((query, topk), blocks)) in outputs.enumerate() {
             let mut all = Kept::new(wanted);
-            for (_, part) in parts.iter().zip(&kept).filter(|((of, _), _)| *of == t) {
+            let of_query = parts.iter().zip(&mut kept).filter(|((of, _), _)| *of == t);
+            let mut own = of_query.filter_map(|(_, part)| part.take()).peekable();
+            if let Some(first) = own.next() {
+                all = first;
+            }
+            for part in own {
                 all.rows.merge(&part.rows);
                 all.blocks.merge(&part.blocks);
             }

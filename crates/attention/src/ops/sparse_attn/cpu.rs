@@ -5,7 +5,6 @@
 
 use deepseek_v41_core::cpu;
 use half::bf16;
-use rayon::prelude::*;
 
 use super::{KvRows, NO_MAX, valid_rows};
 use crate::ops::pool_rows::PoolRow;
@@ -58,7 +57,8 @@ fn sparse_attn_with<'a>(
         });
     };
     let width: usize = scopes.iter().map(|s| s.width).sum();
-    if !cpu::should_parallelise(4 * q.len() * width) {
+    let work = 4 * q.len() * width;
+    if !cpu::should_parallelise(work) {
         let mut rows = Vec::with_capacity(width);
         for (t, out) in out.chunks_exact_mut(row).enumerate() {
             attend(&mut rows, t, 0, out);
@@ -71,19 +71,16 @@ fn sparse_attn_with<'a>(
         true => heads.div_ceil(threads).next_multiple_of(MIN_HEADS),
         false => heads,
     };
-    let tasks: Vec<(usize, usize, &mut [bf16])> = out
-        .chunks_exact_mut(row)
-        .enumerate()
-        .flat_map(|(t, out)| {
-            out.chunks_mut(split * dim)
-                .enumerate()
-                .map(move |(i, out)| (t, i * split, out))
-        })
-        .collect();
-    tasks.into_par_iter().for_each_init(
-        || Vec::with_capacity(width),
-        |rows, (t, h0, out)| attend(rows, t, h0, out),
-    );
+    if split >= heads {
+        return cpu::for_each_piece(work, out, row, |t, out| {
+            attend(&mut Vec::with_capacity(width), t, 0, out);
+        });
+    }
+    for (t, out) in out.chunks_exact_mut(row).enumerate() {
+        cpu::for_each_piece(work / queries, out, split * dim, |i, out| {
+            attend(&mut Vec::with_capacity(width), t, i * split, out);
+        });
+    }
 }
 
 /// Some heads of one query and the rows they see.
@@ -126,7 +123,7 @@ fn attend_body<V: Vectors<W> + Vectors<COLS>, const R: usize, const W: usize>(
     let heads = sink.len();
     let padded = heads.next_multiple_of(W);
     let blocks = dim.div_ceil(COLS);
-    let [tile, panels, p, o, m, l, c, sum] = carve(scratch, scratch_lens(heads, dim));
+    let [tile, panels, p, o, m, l, c] = carve(scratch, scratch_lens(heads, dim));
     let mut tile = Tile::new(tile, dim);
     pack_heads::<W>(q, dim, panels);
     o.fill(0.0);
@@ -148,7 +145,7 @@ fn attend_body<V: Vectors<W> + Vectors<COLS>, const R: usize, const W: usize>(
                 }
             }
         }
-        softmax(&mut p[..rows.len() * padded], m, l, c, sum);
+        softmax::<W>(&mut p[..rows.len() * padded], m, l, c);
         for b in 0..blocks {
             let values = &tile.block(b)[..rows.len() * COLS];
             let o = &mut o[b * padded * COLS..][..padded * COLS];
@@ -170,8 +167,8 @@ fn attend_body<V: Vectors<W> + Vectors<COLS>, const R: usize, const W: usize>(
     }
 }
 
-/// Values of scratch for so many heads: tile, panels, p, o, and m, l, c, sum.
-fn scratch_lens(heads: usize, dim: usize) -> [usize; 8] {
+/// Values of scratch for so many heads: tile, panels, p, o, and m, l, c.
+fn scratch_lens(heads: usize, dim: usize) -> [usize; 7] {
     let (lanes, panels) = match heads > FEW {
         true => (16, packed_len::<16>(heads, dim)),
         false => (FEW, packed_len::<FEW>(heads, dim)),
@@ -183,7 +180,6 @@ fn scratch_lens(heads: usize, dim: usize) -> [usize; 8] {
         panels,
         TILE * padded,
         o,
-        padded,
         padded,
         padded,
         padded,
@@ -200,28 +196,56 @@ fn carve<const N: usize>(mut scratch: &mut [f32], lens: [usize; N]) -> [&mut [f3
 }
 
 /// One step of the recurrence for all heads: scores `p: [rows][heads]` become rounded probabilities,
-/// `m` and `l` move on, `c` receives the correction of `o`. `sum` is scratch.
+/// `m` and `l` move on, `c` receives the correction of `o`. `W` heads at a time, which divides them.
 #[inline(always)]
-fn softmax(p: &mut [f32], m: &mut [f32], l: &mut [f32], c: &mut [f32], sum: &mut [f32]) {
-    let heads = m.len();
-    // c holds the old maximum until it becomes the correction.
-    c.copy_from_slice(m);
-    for s in p.chunks_exact(heads) {
-        for (m, s) in m.iter_mut().zip(s) {
-            *m = if *s > *m { *s } else { *m };
+fn softmax<const W: usize>(p: &mut [f32], m: &mut [f32], l: &mut [f32], c: &mut [f32]) {
+    let blocks = m.len() / W;
+    let (p, m, l, c) = (
+        p.as_chunks_mut::<W>().0,
+        m.as_chunks_mut::<W>().0,
+        l.as_chunks_mut::<W>().0,
+        c.as_chunks_mut::<W>().0,
+    );
+    for (block, (m, c)) in m.iter_mut().zip(&mut *c).enumerate() {
+        let mut top = *m;
+        for s in p[block..].iter().step_by(blocks) {
+            for w in 0..W {
+                top[w] = if s[w] > top[w] { s[w] } else { top[w] };
+            }
+        }
+        for p in p[block..].iter_mut().step_by(blocks) {
+            for w in 0..W {
+                p[w] -= top[w];
+            }
+        }
+        for w in 0..W {
+            c[w] = m[w] - top[w];
+        }
+        *m = top;
+    }
+    // Flat, so that they fill vectors of any width.
+    exponentials(p.as_flattened_mut());
+    exponentials(c.as_flattened_mut());
+    for (block, (l, c)) in l.iter_mut().zip(c).enumerate() {
+        let mut sum = [0f32; W];
+        for p in p[block..].iter().step_by(blocks) {
+            for w in 0..W {
+                sum[w] += p[w];
+            }
+        }
+        for w in 0..W {
+            l[w] = l[w].mul_add(c[w], sum[w]);
         }
     }
-    sum.fill(0.0);
-    for p in p.chunks_exact_mut(heads) {
-        for ((p, sum), m) in p.iter_mut().zip(sum.iter_mut()).zip(&*m) {
-            let e = exp(*p - m);
-            *sum += e;
-            *p = round_bf16(e);
-        }
+    for p in p.as_flattened_mut() {
+        *p = round_bf16(*p);
     }
-    for (((c, l), m), sum) in c.iter_mut().zip(l).zip(m).zip(sum) {
-        *c = exp(*c - *m);
-        *l = l.mul_add(*c, *sum);
+}
+
+#[inline(always)]
+fn exponentials(xs: &mut [f32]) {
+    for x in xs {
+        *x = exp(*x);
     }
 }
 
