@@ -6,7 +6,10 @@ use deepseek_v41::{
     DeepSeekV41, LoadPolicy, Weights,
     attention::KvFormat,
     engram::TokenMap,
-    model::{Chunk, Config, ForwardBatch, Limits, LogitRows, ModelState, SequenceId, Transformer},
+    model::{
+        Chunk, Config, DraftRequest, ForwardBatch, Limits, LogitRows, ModelState, SequenceId,
+        Transformer,
+    },
 };
 use deepseek_v41_testing::{golden_dir, with_threads};
 use proptest::prelude::*;
@@ -137,41 +140,44 @@ fn one_pass_equals_any_chunking_and_token_by_token() {
 
 #[test]
 fn a_batch_equals_each_of_its_sequences_alone() {
-    for_each_model(|name, model, n| {
-        // Of different lengths and at different positions: one begins while others go on.
-        let texts = [ids(model, n, 2), ids(model, n - 7, 3), ids(model, n / 2, 4)];
-        let alone = texts
-            .each_ref()
-            .map(|t| chunked(model, t, &[t.len()], KvFormat::Bf16));
-        let mut run = Run::new(model, 3, KvFormat::Bf16);
-        let seqs = [run.create(), run.create(), run.create()];
-        let (mut at, mut rows) = ([0; 3], [const { Vec::new() }; 3]);
-        for step in 0.. {
-            let mut chunks = Vec::new();
-            for i in 0..3 {
-                // The third joins late, the second has empty chunks now and then.
-                let len = [5, [1, 9, 0][step % 3], if step < 3 { 0 } else { 4 }][i];
-                let end = (at[i] + len).min(texts[i].len());
-                chunks.push((i, at[i], end));
-                at[i] = end;
-            }
-            chunks.rotate_left(step % 3);
-            let batch: Vec<_> = chunks
-                .iter()
-                .map(|(i, a, b)| (seqs[*i], &texts[*i][*a..*b]))
-                .collect();
-            let mut out = run.step(&batch).into_iter();
-            for (i, a, b) in chunks {
-                rows[i].extend(out.by_ref().take(b - a));
-            }
-            if (0..3).all(|i| at[i] == texts[i].len()) {
-                break;
-            }
-        }
+    // In three parts, where a step has few tokens.
+    with_threads(3, || for_each_model(batch_equals_alone));
+}
+
+fn batch_equals_alone(name: &str, model: &Transformer, n: usize) {
+    // Of different lengths and at different positions: one begins while others go on.
+    let texts = [ids(model, n, 2), ids(model, n - 7, 3), ids(model, n / 2, 4)];
+    let alone = texts
+        .each_ref()
+        .map(|t| chunked(model, t, &[t.len()], KvFormat::Bf16));
+    let mut run = Run::new(model, 3, KvFormat::Bf16);
+    let seqs = [run.create(), run.create(), run.create()];
+    let (mut at, mut rows) = ([0; 3], [const { Vec::new() }; 3]);
+    for step in 0.. {
+        let mut chunks = Vec::new();
         for i in 0..3 {
-            assert!(rows[i] == alone[i], "{name}: sequence {i}");
+            // The third joins late, the second has empty chunks now and then.
+            let len = [5, [1, 9, 0][step % 3], if step < 3 { 0 } else { 4 }][i];
+            let end = (at[i] + len).min(texts[i].len());
+            chunks.push((i, at[i], end));
+            at[i] = end;
         }
-    });
+        chunks.rotate_left(step % 3);
+        let batch: Vec<_> = chunks
+            .iter()
+            .map(|(i, a, b)| (seqs[*i], &texts[*i][*a..*b]))
+            .collect();
+        let mut out = run.step(&batch).into_iter();
+        for (i, a, b) in chunks {
+            rows[i].extend(out.by_ref().take(b - a));
+        }
+        if (0..3).all(|i| at[i] == texts[i].len()) {
+            break;
+        }
+    }
+    for i in 0..3 {
+        assert!(rows[i] == alone[i], "{name}: sequence {i}");
+    }
 }
 
 #[test]
@@ -185,10 +191,59 @@ fn any_number_of_threads_gives_the_same_bits() {
                 with_threads(threads, || run(&[n])) == one,
                 "{name}, {threads} threads"
             );
-            assert!(
-                with_threads(threads, || run(&[11, 1])) == one,
-                "{name}, {threads} threads, cut"
-            );
+            // Small steps run in as many parts as there are threads.
+            for lens in [&[11, 1][..], &[2, 5, 15, 3]] {
+                assert!(
+                    with_threads(threads, || run(lens)) == one,
+                    "{name}, {threads} threads, cut"
+                );
+            }
         }
     });
+}
+
+/// Tokens, the bits of their logits and confidences of a block drafted after `text`, which is shown to
+/// the head in steps of `lens`.
+fn drafted(model: &DeepSeekV41, text: &[u32], lens: &[usize]) -> (Vec<u32>, Vec<Vec<u32>>) {
+    let mut run = Run::new(model.transformer(), 1, KvFormat::Bf16);
+    let seq = run.create();
+    let head = model.draft_head().expect("a draft head");
+    let (mut at, mut lens) = (0, lens.iter().cycle());
+    loop {
+        let end = (at + lens.next().expect("a cycle")).min(text.len() - 1);
+        let mut batch = ForwardBatch::one(seq, &text[at..end]);
+        batch.target_hidden = true;
+        let out = run.model.forward(&batch, &mut run.state).expect("a step");
+        let request = DraftRequest {
+            seq,
+            committed: end - at,
+            next: Some(text[end]),
+        };
+        let hidden = out.target_hidden.expect("asked for");
+        let mut choose = |_: usize, _: usize, logits: &[f32]| {
+            let best = (0..logits.len()).reduce(|a, b| if logits[b] > logits[a] { b } else { a });
+            Ok(best.expect("a vocabulary") as u32)
+        };
+        let drafts = head.draft(&[request], &hidden, &mut run.state, &mut choose);
+        at = end;
+        if at + 1 == text.len() {
+            let draft = drafts.expect("a draft").remove(0).expect("one block");
+            let rows = draft.logits.iter().chain([&draft.confidence]);
+            let bits = rows.map(|row| row.iter().map(|v| v.to_bits()).collect());
+            return (draft.tokens, bits.collect());
+        }
+    }
+}
+
+#[test]
+fn drafts_do_not_depend_on_threads_or_chunks() {
+    let tiny = DeepSeekV41::tiny().expect("the embedded model");
+    let text = ids(tiny.transformer(), 90, 6);
+    let one = with_threads(1, || drafted(&tiny, &text, &[90]));
+    for threads in [1, 2, 3, 7] {
+        for lens in [&[90][..], &[20, 1, 6, 3]] {
+            let drafts = with_threads(threads, || drafted(&tiny, &text, lens));
+            assert!(drafts == one, "{threads} threads, steps of {lens:?}");
+        }
+    }
 }

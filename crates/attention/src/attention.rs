@@ -3,13 +3,13 @@
 use std::sync::Arc;
 
 use candle_core::{DType, Tensor};
-use deepseek_v41_core::{Comm, Error, Result, VarBuilder, cpu};
+use deepseek_v41_core::{Comm, Error, Result, RopeTable, VarBuilder};
 
 use crate::cache::{CompressedCache, WindowCache};
-use crate::compressor::Compressor;
+use crate::compressor::{Compressor, Entries};
 use crate::config::{AttentionConfig, IndexRole, LayerRole};
 use crate::index_keys::IndexKeySource;
-use crate::indexer::Indexer;
+use crate::indexer::{IndexQuery, Indexer};
 use crate::ops::{KvScope, sparse_attn};
 use crate::plan::AttnPlan;
 use crate::projections::Projections;
@@ -30,6 +30,17 @@ pub struct LayerCache<'a> {
     pub kv: Option<&'a CompressedCache>,
     /// Whose index keys its indexer scores.
     pub index_k: IndexKeySource<'a>,
+}
+
+/// What the tokens of a step bring to their attention: queries, rows, entries of groups.
+#[derive(Debug)]
+pub struct Prepared {
+    /// `[T, heads of this rank, head_dim]` bf16.
+    q: Tensor,
+    /// `[T, head_dim]` bf16.
+    kv: Tensor,
+    index: Option<IndexQuery>,
+    entries: Option<Entries>,
 }
 
 /// Latent attention over a sliding window and, in most layers, selected compressed rows.
@@ -103,35 +114,83 @@ impl Attention {
         if plan.tokens == 0 {
             return Ok(xs.clone());
         }
-        let table = match self.cfg.role {
+        let prepared = self.prepare(xs, ropes)?;
+        let o = self.attend(prepared, plan, ropes, cache, shared)?;
+        self.output(&o, ropes)
+    }
+
+    fn table<'a>(&self, ropes: &'a RopeTables) -> &'a RopeTable {
+        match self.cfg.role {
             LayerRole::Window => &ropes.window,
             LayerRole::Compressed { .. } => &ropes.compressed,
-        };
+        }
+    }
+
+    /// The first of three steps that [`Attention::forward`] takes: everything before the caches.
+    /// `xs: [T, dim]` bf16, `T > 0`.
+    ///
+    /// Whoever runs parts of a sequence side by side calls them one by one: of two parts the later may
+    /// attend once the earlier has, and nothing else waits.
+    ///
+    /// # Errors
+    /// As [`Attention::forward`].
+    pub fn prepare(&self, xs: &Tensor, ropes: &RopeTables) -> Result<Prepared> {
+        let table = self.table(ropes);
+        let (qr, q) = self.core.queries(xs, table)?;
+        let index = self.indexer.as_ref().map(|own| own.query(xs, &qr, table));
+        let entries = self.compressor.as_ref().map(|own| own.project(xs));
+        Ok(Prepared {
+            kv: self.core.kv_rows(xs, table)?,
+            q,
+            index: index.transpose()?,
+            entries: entries.transpose()?,
+        })
+    }
+
+    /// The last of the three: `o` as [`Attention::attend`] gives it → `[T, dim]` bf16.
+    ///
+    /// # Errors
+    /// Shapes that do not fit.
+    pub fn output(&self, o: &Tensor, ropes: &RopeTables) -> Result<Tensor> {
+        self.core.output(o, self.table(ropes))
+    }
+
+    /// The second of the three, and the one with the caches → `[T, heads of this rank, head_dim]` bf16.
+    ///
+    /// # Errors
+    /// As [`Attention::forward`].
+    pub fn attend(
+        &self,
+        prepared: Prepared,
+        plan: &AttnPlan,
+        ropes: &RopeTables,
+        cache: LayerCache<'_>,
+        shared: &mut SharedAttentionRuntime,
+    ) -> Result<Tensor> {
         let LayerCache {
             window,
             source,
             kv: lent,
             index_k,
         } = cache;
-        // Queries and rows both come from the input, and neither from the other.
-        let (queries, rows) = cpu::join(
-            self.query_work(xs),
-            || self.core.queries(xs, table),
-            || -> Result<_> {
-                let kv = self.core.kv_rows(xs, table)?;
-                Ok((kv, self.write_source(xs, plan, ropes, source)?))
-            },
-        );
-        let ((qr, q), (kv, own)) = (queries?, rows?);
+        let Prepared {
+            q,
+            kv,
+            index: query,
+            entries,
+        } = prepared;
+        let own = self.write_source(entries, plan, ropes, source)?;
         let far = match self.cfg.role {
             LayerRole::Window => None,
             LayerRole::Compressed { ratio, index, .. } => {
                 let far = own.or(lent).ok_or(Error::MissingSource {
                     what: "a compressed cache",
                 })?;
-                if let (IndexRole::Run(_), Some(indexer)) = (index, &self.indexer) {
+                if let (IndexRole::Run(_), Some(indexer), Some(query)) =
+                    (index, &self.indexer, query)
+                {
                     let plan = plan.compress(ratio)?;
-                    indexer.select(xs, &qr, table, plan, far, index_k, shared)?;
+                    indexer.select(query, plan, far, index_k, shared)?;
                 }
                 Some((far, &shared.topk()?.0))
             }
@@ -154,13 +213,13 @@ impl Attention {
         let o = sparse_attn(&q, &scopes, &self.core.attn_sink, self.core.scale)?;
         // After attention: a chunk's own rows may push out rows that its first tokens still see.
         window.write(&kv, &plan.window)?;
-        self.core.output(&o, table)
+        Ok(o)
     }
 
     /// Compresses the tokens into the layer's own cache, if it has one, and returns it.
     fn write_source<'a>(
         &self,
-        xs: &Tensor,
+        entries: Option<Entries>,
         plan: &AttnPlan,
         ropes: &RopeTables,
         source: Option<&'a mut CompressedCache>,
@@ -168,11 +227,13 @@ impl Attention {
         let LayerRole::Compressed { ratio, .. } = self.cfg.role else {
             return Ok(None);
         };
-        let (Some(compressor), Some(own)) = (&self.compressor, self.own_source(source)?) else {
+        let (Some(compressor), Some(entries), Some(own)) =
+            (&self.compressor, entries, self.own_source(source)?)
+        else {
             return Ok(None);
         };
         let plan = plan.compress(ratio)?;
-        if let Some(latent) = compressor.forward(xs, plan, own)? {
+        if let Some(latent) = compressor.pool(&entries, plan, own)? {
             let groups = ropes.groups(ratio)?;
             // Keys come from the unrotated latent, and before the scores: a token sees the group it
             // completes.
@@ -185,15 +246,6 @@ impl Attention {
             own.write_kv(&rows, plan)?;
         }
         Ok(Some(own))
-    }
-
-    /// Operations of the query projections, for deciding about threads; a GPU has its own.
-    fn query_work(&self, xs: &Tensor) -> usize {
-        let cfg = &self.cfg;
-        match xs.device().is_cpu() {
-            true => 2 * cfg.q_lora_rank * (cfg.dim + cfg.n_heads * cfg.head_dim) * xs.dims()[0],
-            false => 0,
-        }
     }
 
     /// The layer's own cache, which must be there exactly if it compresses its own KV.

@@ -21,6 +21,15 @@ pub struct Compressor {
     norm: RmsNorm,
 }
 
+/// What tokens bring to their groups.
+#[derive(Debug)]
+pub(crate) struct Entries {
+    /// `[T, head_dim]`.
+    kv: Tensor,
+    /// Alike; `None` for groups of one.
+    score: Option<Tensor>,
+}
+
 impl Compressor {
     /// Reads `wkv`, `wgate` (for ratios above 1) and `norm` under `vb`.
     ///
@@ -58,11 +67,28 @@ impl Compressor {
         plan: &CompressPlan,
         cache: &mut CompressedCache,
     ) -> Result<Option<Tensor>> {
-        let kv = self.wkv.forward(xs)?;
-        let Some(wgate) = &self.wgate else {
-            return Ok(Some(self.norm.forward(&kv)?));
+        self.pool(&self.project(xs)?, plan, cache)
+    }
+
+    /// The half of [`Compressor::forward`] that needs no cache.
+    pub(crate) fn project(&self, xs: &Tensor) -> Result<Entries> {
+        let score = self.wgate.as_ref().map(|wgate| wgate.forward(xs));
+        Ok(Entries {
+            kv: self.wkv.forward(xs)?,
+            score: score.transpose()?,
+        })
+    }
+
+    /// The other half.
+    pub(crate) fn pool(
+        &self,
+        Entries { kv, score }: &Entries,
+        plan: &CompressPlan,
+        cache: &mut CompressedCache,
+    ) -> Result<Option<Tensor>> {
+        let Some(score) = score else {
+            return Ok(Some(self.norm.forward(kv)?));
         };
-        let score = wgate.forward(xs)?;
         let latent = match plan.groups() {
             0 => None,
             _ => {
@@ -73,16 +99,16 @@ impl Compressor {
                     let (norm, pending) = (Some(&self.norm), cache.pending());
                     let sources = &rows.sources;
                     let latent =
-                        crate::cuda::compress(&kv, &score, pending, sources, plan.ratio, norm)?;
-                    cache.write_pending(&kv, &score, plan)?;
+                        crate::cuda::compress(kv, score, pending, sources, plan.ratio, norm)?;
+                    cache.write_pending(kv, score, plan)?;
                     return Ok(Some(latent));
                 }
-                let pooled = ops::compress(&kv, &score, cache.pending(), sources, plan.ratio)?;
+                let pooled = ops::compress(kv, score, cache.pending(), sources, plan.ratio)?;
                 Some(self.norm.forward(&pooled)?)
             }
         };
         // After pooling: a long chunk may overwrite entries that its first group was waiting on.
-        cache.write_pending(&kv, &score, plan)?;
+        cache.write_pending(kv, score, plan)?;
         Ok(latent)
     }
 }

@@ -1,6 +1,6 @@
 //! The attention of draft layers: a ring of the backbone's tokens, and a block that sees all of itself.
 
-use std::sync::Arc;
+use std::{ops::Range, sync::Arc};
 
 use candle_core::{Device, Tensor};
 use deepseek_v41_core::{Comm, Error, Result, Rope, RopeTable, VarBuilder};
@@ -183,19 +183,52 @@ impl DSparkAttention {
         if plan.block_positions.is_empty() {
             return Ok(xs.clone());
         }
-        let (_, q) = self.core.queries(xs, &ropes.block)?;
-        let kv = self.core.kv_rows(xs, &ropes.block)?;
+        let rows = 0..plan.block_positions.len();
+        let (q, kv) = self.prepare(xs, &rows, ropes)?;
+        self.attend(&q, &kv, &rows, plan, ropes, cache)
+    }
+
+    /// The first half of [`DSparkAttention::forward`] for some rows of the blocks, `xs: [rows, dim]`:
+    /// their queries and their rows.
+    ///
+    /// # Errors
+    /// Shapes that do not fit.
+    pub fn prepare(
+        &self,
+        xs: &Tensor,
+        rows: &Range<usize>,
+        ropes: &DraftRopes,
+    ) -> Result<(Tensor, Tensor)> {
+        let table = ropes.block.narrow(rows)?;
+        let (_, q) = self.core.queries(xs, &table)?;
+        Ok((q, self.core.kv_rows(xs, &table)?))
+    }
+
+    /// The second half for the same rows, with their queries and the `kv` of all rows end to end.
+    ///
+    /// # Errors
+    /// Shapes or a plan that do not fit.
+    pub fn attend(
+        &self,
+        q: &Tensor,
+        kv: &Tensor,
+        rows: &Range<usize>,
+        plan: &DraftPlan,
+        ropes: &DraftRopes,
+        cache: &WindowCache,
+    ) -> Result<Tensor> {
+        let part = |idxs: &Tensor| idxs.narrow(0, rows.start, rows.len());
         let scopes = [
             KvScope {
                 kv: cache.kv().tensor(),
-                idxs: &plan.ring_idxs,
+                idxs: &part(&plan.ring_idxs)?,
             },
             KvScope {
-                kv: &kv,
-                idxs: &plan.block_idxs,
+                kv,
+                idxs: &part(&plan.block_idxs)?,
             },
         ];
-        let o = sparse_attn(&q, &scopes, &self.core.attn_sink, self.core.scale)?;
-        self.core.output(&o, &ropes.block)
+        let o = sparse_attn(q, &scopes, &self.core.attn_sink, self.core.scale)?;
+        self.core.output(&o, &ropes.block.narrow(rows)?)
     }
 }

@@ -73,11 +73,25 @@ impl Indexer {
         finish_rows(&wk.forward(latent)?, Some(k_norm), table, RowQuant::Index).map(Some)
     }
 
-    /// Scores the visible rows of `cache` for every token and publishes the selection, as physical
-    /// rows of `cache`.
+    /// What the tokens ask with.
     ///
     /// `xs: [T, dim]` bf16 is the layer's input, `qr: [T, q_lora_rank]` bf16 its query latent, `table`
     /// the rotations of the tokens' positions.
+    ///
+    /// # Errors
+    /// Shapes that do not fit.
+    pub fn query(&self, xs: &Tensor, qr: &Tensor, table: &RopeTable) -> Result<IndexQuery> {
+        let heads = (xs.dims()[0], self.cfg.n_heads, self.cfg.head_dim);
+        let q = self.wq_b.forward(qr)?.reshape(heads)?;
+        Ok(IndexQuery {
+            q: finish_rows(&q, None, table, RowQuant::Index)?,
+            weights: scale_bf16(&self.weights_proj.forward(xs)?, self.weight_scale)?,
+            candidates: None,
+        })
+    }
+
+    /// Scores the visible rows of `cache` for every token and publishes the selection, as physical
+    /// rows of `cache`.
     ///
     /// # Errors
     /// [`Error::MissingSource`](deepseek_v41_core::Error::MissingSource) for keys or candidates that
@@ -86,23 +100,18 @@ impl Indexer {
     /// Reference: `Indexer.forward`.
     pub fn select(
         &self,
-        xs: &Tensor,
-        qr: &Tensor,
-        table: &RopeTable,
+        query: IndexQuery,
         plan: &CompressPlan,
         cache: &CompressedCache,
         keys: IndexKeySource<'_>,
         shared: &mut SharedAttentionRuntime,
     ) -> Result<()> {
-        let heads = (xs.dims()[0], self.cfg.n_heads, self.cfg.head_dim);
-        let q = self.wq_b.forward(qr)?.reshape(heads)?;
         let query = IndexQuery {
-            q: finish_rows(&q, None, table, RowQuant::Index)?,
-            weights: scale_bf16(&self.weights_proj.forward(xs)?, self.weight_scale)?,
             candidates: match self.candidates {
                 CandidateRole::Use => Some(shared.candidates()?.clone()),
                 CandidateRole::None | CandidateRole::Publish => None,
             },
+            ..query
         };
         let k = self.cfg.topk.min(plan.columns as usize);
         let scored = match keys {
@@ -160,7 +169,8 @@ impl Indexer {
 }
 
 /// What an indexer asks with, one row for each token.
-struct IndexQuery {
+#[derive(Debug, Clone)]
+pub struct IndexQuery {
     /// `[T, Hi, Di]` bf16, rotated and rounded to fp4.
     q: Tensor,
     /// `[T, Hi]` bf16.

@@ -19,13 +19,13 @@ mod rows;
 mod runtime;
 mod slots;
 
-pub use attention::{Attention, LayerCache};
+pub use attention::{Attention, LayerCache, Prepared};
 pub use cache::{CompressedCache, SlotRows, WindowCache};
 pub use compressor::Compressor;
 pub use config::{AttentionConfig, CandidateRole, IndexConfig, IndexRole, LayerRole};
 pub use draft::{DSparkAttention, DraftChunk, DraftPlan, DraftRopes};
 pub use index_keys::{IndexKeySource, last_published};
-pub use indexer::Indexer;
+pub use indexer::{IndexQuery, Indexer};
 pub use packed::{RowCodec, pack_rows, unpack_rows};
 pub use plan::{AttnPlan, ChunkSpec, CompressPlan, KernelRows, WindowPlan};
 pub use pool::{KvFormat, KvPool};

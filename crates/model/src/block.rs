@@ -4,11 +4,17 @@ use std::sync::Arc;
 
 use candle_core::Tensor;
 use deepseek_v41_attention::{Attention, AttnPlan, LayerCache, RopeTables, SharedAttentionRuntime};
-use deepseek_v41_core::{Comm, Result, RmsNorm, VarBuilder};
+use deepseek_v41_core::{Comm, Error, Result, RmsNorm, VarBuilder};
 use deepseek_v41_hyperconn::{Flow, HyperConn, Site};
 use deepseek_v41_moe::{Moe, MoeConfig};
 
 use crate::{Config, PlannedLayer, Probe, ProbePoint, probe::shift_selection};
+
+/// What a layer does with its caches.
+pub(crate) type Attend<'a> = dyn FnMut(LayerCache<'_>) -> Result<Tensor> + 'a;
+
+/// Calls its argument with a layer's caches.
+pub(crate) type Lend<'a> = dyn FnMut(&mut Attend<'_>) -> Result<Tensor> + 'a;
 
 /// Attention and experts, each inside its hyper-connection.
 #[derive(Debug)]
@@ -59,44 +65,47 @@ impl Block {
         })
     }
 
-    /// Takes the stream `[T, C, dim]` through the layer.
+    /// Takes the stream `[T, C, dim]`, `T > 0`, through the layer. `lend` lends it its caches.
     pub(crate) fn forward(
         &self,
         flow: &mut Flow,
-        cache: LayerCache<'_>,
+        lend: &mut Lend<'_>,
         step: &mut Step<'_>,
     ) -> Result<()> {
         let xs = flow.enter(&self.hc_attn, &self.attn_norm)?;
-        let ys = self.attend(&xs, cache, step)?;
+        let ys = self.attend(&xs, lend, step)?;
         step.probe.value(self.number, ProbePoint::Attn, &ys)?;
         flow.leave(ys)?;
         self.ffn.forward(flow, step.image_mask, step.probe)
     }
 
-    fn attend(&self, xs: &Tensor, cache: LayerCache<'_>, step: &mut Step<'_>) -> Result<Tensor> {
+    fn attend(&self, xs: &Tensor, lend: &mut Lend<'_>, step: &mut Step<'_>) -> Result<Tensor> {
+        let (plan, ropes) = (step.plan, step.ropes);
+        let mut prepared = Some(self.attn.prepare(xs, ropes)?);
+        let shared = &mut step.shared;
+        let mut attend = |shared: &mut SharedAttentionRuntime| {
+            let o = lend(&mut |cache| match prepared.take() {
+                Some(prepared) => self.attn.attend(prepared, plan, ropes, cache, shared),
+                None => Err(Error::MissingSource {
+                    what: "a layer's queries: it attends once",
+                }),
+            })?;
+            self.attn.output(&o, ropes)
+        };
         let indexed = self.role.role.indexer().and(self.role.role.ratio());
         let Some(ratio) = indexed else {
-            return self
-                .attn
-                .forward(xs, step.plan, step.ropes, cache, &mut step.shared);
+            return attend(shared);
         };
         let base = || -> Result<Vec<u32>> {
-            Ok(step
-                .plan
-                .compress(ratio)?
-                .spans
-                .iter()
-                .map(|s| s.base)
-                .collect())
+            let spans = &plan.compress(ratio)?.spans;
+            Ok(spans.iter().map(|s| s.base).collect())
         };
         if let Some(positions) = step.probe.replay_selection(self.number) {
-            step.shared.replay = Some(shift_selection(&positions, &base()?, 1)?);
+            shared.replay = Some(shift_selection(&positions, &base()?, 1)?);
         }
-        let ys = self
-            .attn
-            .forward(xs, step.plan, step.ropes, cache, &mut step.shared)?;
+        let ys = attend(shared)?;
         if step.probe.wants_selections()
-            && let Some(own) = step.shared.computed.take()
+            && let Some(own) = shared.computed.take()
         {
             step.probe
                 .selected(self.number, &shift_selection(&own.0, &base()?, -1)?.0);

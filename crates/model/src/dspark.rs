@@ -12,7 +12,7 @@ use deepseek_v41_quant::{Linear, WeightFormat};
 
 use crate::{
     Config, ModelState, Probe, SequenceId, Transformer, block::FeedForward, embed::Embedding,
-    probe::NoProbe, transformer::pooled,
+    probe::NoProbe, transformer::pooled, wave,
 };
 
 /// The draft head (`mtp.*`): some layers of its own on the backbone's embedding and output head.
@@ -22,7 +22,7 @@ pub struct DSpark {
     device: Device,
     main_proj: Linear,
     main_norm: RmsNorm,
-    stages: Vec<Stage>,
+    pub(crate) stages: Vec<Stage>,
     norm: RmsNorm,
     markov_embed: Embedding,
     markov_head: Linear,
@@ -42,11 +42,11 @@ struct Hidden {
 }
 
 #[derive(Debug)]
-struct Stage {
-    hc_attn: HyperConn,
-    attn_norm: RmsNorm,
-    attn: DSparkAttention,
-    ffn: FeedForward,
+pub(crate) struct Stage {
+    pub(crate) hc_attn: HyperConn,
+    pub(crate) attn_norm: RmsNorm,
+    pub(crate) attn: DSparkAttention,
+    pub(crate) ffn: FeedForward,
 }
 
 /// Picks the token of a drafted position: request, position in its block, logits → token.
@@ -162,7 +162,7 @@ impl DSpark {
         choose: &mut ChooseToken<'_>,
     ) -> Result<Vec<Option<Draft>>> {
         let hidden = pooled(&self.device, self.ranks, || {
-            self.hidden(requests, target_hidden, state, &mut NoProbe)
+            self.hidden(requests, target_hidden, state, None)
         })?;
         self.tokens(requests, hidden, choose)
     }
@@ -179,7 +179,7 @@ impl DSpark {
         choose: &mut ChooseToken<'_>,
         probe: &mut dyn Probe,
     ) -> Result<Vec<Option<Draft>>> {
-        let hidden = self.hidden(requests, target_hidden, state, probe)?;
+        let hidden = self.hidden(requests, target_hidden, state, Some(probe))?;
         self.tokens(requests, hidden, choose)
     }
 
@@ -189,7 +189,7 @@ impl DSpark {
         requests: &[DraftRequest],
         target_hidden: &Tensor,
         state: &mut ModelState,
-        probe: &mut dyn Probe,
+        probe: Option<&mut dyn Probe>,
     ) -> Result<Option<Hidden>> {
         let plan = self.plan(requests, target_hidden, state)?;
         let ropes = DraftRopes::new(&plan, &self.rope, &self.device)?;
@@ -261,7 +261,7 @@ impl DSpark {
         plan: &DraftPlan,
         ropes: &DraftRopes,
         state: &ModelState,
-        probe: &mut dyn Probe,
+        probe: Option<&mut dyn Probe>,
     ) -> Result<Tensor> {
         let noise = self.cfg.dspark_noise_token_id as u32;
         let mut ids = Vec::with_capacity(plan.block_positions.len());
@@ -271,6 +271,15 @@ impl DSpark {
         }
         let stream = hc_expand(&self.embed.forward(&ids)?, self.cfg.hc_mult)?;
         let carried = PreMix::one_hot(ids.len(), self.cfg.hc_mult, &self.device)?;
+        let parts = match probe.is_none() && self.device.is_cpu() && self.ranks == 1 {
+            true => wave::parts(&self.cfg, ids.len()),
+            false => 1,
+        };
+        if parts > 1 {
+            return self.side_by_side(parts, &stream, &carried, plan, ropes, state);
+        }
+        let mut unobserved = NoProbe;
+        let probe = probe.unwrap_or(&mut unobserved);
         let mut flow = Flow::new(stream, carried);
         for (stage, cache) in self.stages.iter().zip(&state.draft) {
             let xs = flow.enter(&stage.hc_attn, &stage.attn_norm)?;
@@ -280,6 +289,15 @@ impl DSpark {
         }
         let (stream, carried) = flow.finish()?;
         hc_pre(&stream, &carried)
+    }
+
+    /// `embed: [blocks, rank]` → what is added to the logits, `[blocks * vocab_size]`.
+    fn bias(&self, embed: &Tensor) -> Result<Vec<f32>> {
+        Ok(self
+            .markov_head
+            .forward(embed)?
+            .flatten_all()?
+            .to_vec1::<f32>()?)
     }
 
     /// Chooses the tokens of all blocks, position by position: each position's logits get a bias
@@ -303,9 +321,9 @@ impl DSpark {
         let mut embeds = Vec::with_capacity(size);
         for i in 0..size {
             let embed = self.markov_embed.forward(&before)?;
-            let bias = self.markov_head.forward(&embed)?.to_vec2::<f32>()?;
+            let bias = self.bias(&embed)?;
             embeds.push(embed);
-            for (b, bias) in bias.iter().enumerate() {
+            for (b, bias) in bias.chunks_exact(self.cfg.vocab_size).enumerate() {
                 let row = &mut logits[b * size + i];
                 row.iter_mut().zip(bias).for_each(|(l, b)| *l += b);
                 before[b] = choose(drafting[b], i, row)?;

@@ -1,6 +1,47 @@
 //! The caches that a layer borrows from a state.
 
-use deepseek_v41_attention::{CompressedCache, WindowCache};
+use candle_core::Tensor;
+use deepseek_v41_attention::{CompressedCache, IndexKeySource, LayerCache, WindowCache};
+use deepseek_v41_core::Result;
+
+use crate::{ModelState, PlannedLayer, block::Attend};
+
+/// Whoever has the caches of all layers.
+pub(crate) trait Caches {
+    /// Calls `attend` with those of `layer`, whose tokens score the keys of `published`, or the owner's.
+    fn lend(
+        &mut self,
+        layer: usize,
+        role: &PlannedLayer,
+        published: Option<&[Option<usize>]>,
+        attend: &mut Attend<'_>,
+    ) -> Result<Tensor>;
+}
+
+impl Caches for ModelState {
+    fn lend(
+        &mut self,
+        layer: usize,
+        role: &PlannedLayer,
+        published: Option<&[Option<usize>]>,
+        attend: &mut Attend<'_>,
+    ) -> Result<Tensor> {
+        let Self {
+            window, compressed, ..
+        } = self;
+        let owns = role.role.owns_kv();
+        let lent = Lent::new(&mut window[layer], compressed, role.source, owns);
+        let keys = published.map(|tokens| lent.keys(tokens));
+        attend(LayerCache {
+            window: lent.window,
+            source: lent.source,
+            kv: lent.kv,
+            index_k: keys
+                .as_deref()
+                .map_or(IndexKeySource::Owner, IndexKeySource::PerToken),
+        })
+    }
+}
 
 /// `[layer][token]` → the source whose keys are scored.
 #[derive(Clone)]
@@ -13,16 +54,16 @@ impl PublishedKeys {
 }
 
 /// A layer's caches, split so that its own is mutable and all others can be read.
-pub(crate) struct Lent<'a> {
-    pub(crate) window: &'a mut WindowCache,
-    pub(crate) source: Option<&'a mut CompressedCache>,
-    pub(crate) kv: Option<&'a CompressedCache>,
+struct Lent<'a> {
+    window: &'a mut WindowCache,
+    source: Option<&'a mut CompressedCache>,
+    kv: Option<&'a CompressedCache>,
     before: &'a [CompressedCache],
     after: &'a [CompressedCache],
 }
 
 impl<'a> Lent<'a> {
-    pub(crate) fn new(
+    fn new(
         window: &'a mut WindowCache,
         caches: &'a mut [CompressedCache],
         reads: Option<usize>,
@@ -58,7 +99,7 @@ impl<'a> Lent<'a> {
     }
 
     /// The caches named by `sources`; `None` for the layer's own.
-    pub(crate) fn keys(&self, sources: &[Option<usize>]) -> Vec<Option<&'a CompressedCache>> {
+    fn keys(&self, sources: &[Option<usize>]) -> Vec<Option<&'a CompressedCache>> {
         let own = self.source.is_some().then_some(self.before.len());
         let cache = |i: usize| match own {
             Some(own) if i == own => None,

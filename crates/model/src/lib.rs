@@ -18,6 +18,7 @@ mod replay;
 mod state;
 mod step;
 mod transformer;
+mod wave;
 
 pub use batch::{Chunk, ForwardBatch, ForwardOutput, ImageSpan, LogitRows};
 pub use checkpoint::refuse_unexpected;

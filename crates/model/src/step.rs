@@ -4,32 +4,39 @@
 //! host values at once, and can replay the layers with new ones.
 
 use candle_core::{Device, Tensor};
-use deepseek_v41_attention::{
-    AttnPlan, IndexKeySource, LayerCache, RopeTables, SharedAttentionRuntime, last_published,
-};
+use deepseek_v41_attention::{AttnPlan, RopeTables, SharedAttentionRuntime, last_published};
 use deepseek_v41_core::{Result, upload};
 use deepseek_v41_hyperconn::{Flow, PreMix, hc_expand, hc_mean, hc_pre};
 
 use crate::{
     ForwardBatch, ForwardOutput, IndexKeys, LogitRows, ModelState, Probe, ProbePoint, Transformer,
-    block::Step,
-    lent::{Lent, PublishedKeys},
+    block::{Attend, Step},
+    lent::{Caches, PublishedKeys},
     probe::NoProbe,
 };
 
 /// The host values of one step.
 pub(crate) struct StepInputs {
     pub(crate) plan: AttnPlan,
-    ropes: RopeTables,
+    pub(crate) ropes: RopeTables,
     /// `[T]` u32 token ids, where the embedding is on a GPU and no row comes from a picture.
     pub(crate) ids: Option<Tensor>,
     /// `[T, C]` f32, the mix that the first layer starts from.
-    carried: Tensor,
-    /// For each Engram layer its hashes or rows.
-    engram: Vec<Tensor>,
-    image_mask: Option<Tensor>,
+    pub(crate) carried: Tensor,
+    /// For each Engram layer its hashes or rows, `[T, ..]`.
+    pub(crate) engram: Vec<Tensor>,
+    pub(crate) image_mask: Option<Tensor>,
     pub(crate) published: Option<PublishedKeys>,
     pub(crate) rows: Rows,
+}
+
+/// What a step's layers end with.
+pub(crate) struct Passed {
+    /// `[T, C, dim]` bf16.
+    pub(crate) stream: Tensor,
+    pub(crate) carried: PreMix,
+    /// `[T, targets * dim]` bf16, if asked for.
+    pub(crate) target_hidden: Option<Tensor>,
 }
 
 /// Which rows become logits.
@@ -122,6 +129,9 @@ impl Transformer {
         if let Some(output) = self.replay(batch, state, inputs)? {
             return Ok(output);
         }
+        if let Some(parts) = self.parts(batch, inputs) {
+            return self.side_by_side(batch, state, inputs, &parts);
+        }
         self.compute_once(batch, state, inputs, &mut NoProbe)
     }
 
@@ -141,7 +151,7 @@ impl Transformer {
         self.compute(batch, state, inputs, probe)
     }
 
-    /// The layers: `inputs` are where they compute.
+    /// The layers and the head: `inputs` are where they compute.
     pub(crate) fn compute(
         &self,
         batch: &ForwardBatch,
@@ -149,6 +159,26 @@ impl Transformer {
         inputs: &StepInputs,
         probe: &mut dyn Probe,
     ) -> Result<ForwardOutput> {
+        let passed = self.layers(batch, state, inputs, probe)?;
+        self.finish(&inputs.rows, passed)
+    }
+
+    /// What comes out of a step whose layers are done.
+    pub(crate) fn finish(&self, rows: &Rows, passed: Passed) -> Result<ForwardOutput> {
+        Ok(ForwardOutput {
+            logits: self.logits(rows, &passed.stream, &passed.carried)?,
+            target_hidden: passed.target_hidden,
+        })
+    }
+
+    /// The layers over all tokens of a step.
+    pub(crate) fn layers(
+        &self,
+        batch: &ForwardBatch,
+        caches: &mut dyn Caches,
+        inputs: &StepInputs,
+        probe: &mut dyn Probe,
+    ) -> Result<Passed> {
         let mut step = Step {
             plan: &inputs.plan,
             ropes: &inputs.ropes,
@@ -172,39 +202,25 @@ impl Transformer {
             if batch.target_hidden && role.draft_target {
                 targets.push(hc_mean(flow.stream()?)?);
             }
-            let ModelState {
-                window, compressed, ..
-            } = &mut *state;
-            let tokens = inputs.published.as_ref().map(|p| p.of_layer(i));
-            let lent = Lent::new(&mut window[i], compressed, role.source, role.role.owns_kv());
-            let keys = tokens.map(|tokens| lent.keys(tokens));
-            let index_k = keys
-                .as_deref()
-                .map_or(IndexKeySource::Owner, IndexKeySource::PerToken);
-            let cache = LayerCache {
-                window: lent.window,
-                source: lent.source,
-                kv: lent.kv,
-                index_k,
-            };
-            block.forward(&mut flow, cache, &mut step)?;
+            let published = inputs.published.as_ref().map(|p| p.of_layer(i));
+            let mut lend = |attend: &mut Attend<'_>| caches.lend(i, role, published, attend);
+            block.forward(&mut flow, &mut lend, &mut step)?;
         }
         let (stream, carried) = flow.finish()?;
-        let logits = self.logits(&inputs.rows, &stream, carried)?;
-        let target_hidden = match targets.len() {
-            0 => None,
-            _ => Some(Tensor::cat(&targets, 1)?),
-        };
-        Ok(ForwardOutput {
-            logits,
-            target_hidden,
+        Ok(Passed {
+            stream,
+            carried,
+            target_hidden: match targets.len() {
+                0 => None,
+                _ => Some(Tensor::cat(&targets, 1)?),
+            },
         })
     }
 
     /// Collapses the stream of the wanted rows and projects it to the vocabulary.
-    fn logits(&self, rows: &Rows, stream: &Tensor, carried: PreMix) -> Result<Tensor> {
+    fn logits(&self, rows: &Rows, stream: &Tensor, carried: &PreMix) -> Result<Tensor> {
         let xs = match rows {
-            Rows::All => hc_pre(stream, &carried)?,
+            Rows::All => hc_pre(stream, carried)?,
             Rows::None => {
                 return upload(Vec::<f32>::new(), (0, self.cfg.vocab_size), &self.device);
             }

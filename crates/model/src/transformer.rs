@@ -108,6 +108,11 @@ impl Transformer {
         &self.plan
     }
 
+    /// Every ratio of compression, each once.
+    pub(crate) fn ratios(&self) -> &[usize] {
+        &self.ratios
+    }
+
     /// Where the weights are.
     pub fn device(&self) -> &Device {
         &self.device

@@ -22,6 +22,7 @@ mod filter;
 mod params;
 mod sampler;
 
+pub(crate) use filter::largest;
 pub use filter::probs;
 pub use params::SamplingParams;
 pub use sampler::{LogitsHook, Sampled, Sampler, TokenLogprob};

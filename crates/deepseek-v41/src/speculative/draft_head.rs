@@ -3,7 +3,7 @@ use deepseek_v41_core::{Error, Result};
 use deepseek_v41_model::{DSpark, DraftRequest, ModelState, SequenceId};
 
 use super::{DraftLength, Proposal, ProposeContext, Proposer};
-use crate::sampling::{Sampler, SamplingParams, TokenHistory, probs};
+use crate::sampling::{Sampler, SamplingParams, TokenHistory, largest, probs};
 
 /// Proposals of the checkpoint's own draft head.
 #[derive(Debug)]
@@ -144,15 +144,13 @@ pub(crate) fn propose_all(
 
 /// The largest logit, the lowest index among equals.
 fn argmax(logits: &[f32]) -> Result<u32> {
-    let mut best: Option<(u32, f32)> = None;
-    for (i, &logit) in logits.iter().enumerate() {
-        if logit.is_nan() {
-            return Err(Error::value("draft logits", format!("NaN for token {i}")));
-        }
-        if best.is_none_or(|(_, b)| logit > b) {
-            best = Some((i as u32, logit));
-        }
-    }
-    best.map(|(i, _)| i)
+    let Some(max) = largest(logits) else {
+        let i = logits.iter().position(|v| v.is_nan()).unwrap_or_default();
+        return Err(Error::value("draft logits", format!("NaN for token {i}")));
+    };
+    logits
+        .iter()
+        .position(|v| *v == max)
+        .map(|i| i as u32)
         .ok_or_else(|| Error::value("draft logits", "there are none"))
 }
