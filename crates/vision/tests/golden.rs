@@ -43,11 +43,12 @@ fn flat(tensor: &Tensor) -> Vec<f32> {
         .unwrap()
 }
 
-/// bf16 through two blocks. The manifest allows 2 % of rms; measured are 0.5 % to 0.7 %, and for the
-/// two patches of the last case not a bit of difference.
+/// bf16 through two blocks: the bits of an official run with sums and exponentials in float64. From the
+/// recorded run it is as far as that one is, which is as far as two machines' runs are from each other.
 #[test]
 fn tower_and_aligner() {
     let golden = Golden::open("ops_vision");
+    let runs = Golden::open("pictures");
     let cfg = VisionConfig {
         dim: 96,
         vision_n_layers: 2,
@@ -77,16 +78,16 @@ fn tower_and_aligner() {
         assert_eq!(features.dims(), golden.shape(&key("features")));
         assert_eq!(tokens.dims(), golden.shape(&key("tokens")));
         for (ours, part) in [(features, "features"), (tokens, "tokens")] {
-            let expected = golden.f32(&key(part));
-            let ours = flat(&ours);
-            let same = ours.iter().zip(&expected).filter(|(a, b)| a == b).count();
-            let err = rel_rms(&ours, &expected);
-            println!(
-                "{}: rel rms {err:.5}, {same} of {} equal",
-                key(part),
-                ours.len()
-            );
-            assert!(err < 0.02, "{}: {err}", key(part));
+            let run = |run: &str| key(&format!("{run}.{part}"));
+            let bits: Vec<bf16> = ours.flatten_all().unwrap().to_vec1().unwrap();
+            assert_bits_eq(&bits, &runs.bf16(&run("wide")));
+            // One of the runs is the recorded one.
+            assert_bits_eq(&runs.bf16(&run("avx2")), &golden.bf16(&key(part)));
+            let [wide, avx2, avx512] = ["wide", "avx2", "avx512"].map(|r| runs.f32(&run(r)));
+            let noise = rel_rms(&avx512, &avx2).max(rel_rms(&avx512, &wide));
+            let err = rel_rms(&flat(&ours), &golden.f32(&key(part)));
+            println!("{}: {err:.5} of rms, the runs {noise:.5}", key(part));
+            assert!(err <= 2.0 * noise, "{}: {err}, {noise}", key(part));
         }
     }
 }

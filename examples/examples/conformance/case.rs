@@ -246,16 +246,8 @@ impl Case<'_> {
 
     /// `rms(got - want) / rms(want)` of a tensor and what was saved as `part`.
     pub(crate) fn rms(&mut self, what: &str, got: &[f32], want: &[f32], limit: f64) -> Result<()> {
-        let (mut diff, mut norm) = (0f64, 0f64);
-        for (got, want) in self.paired(what, got, want)? {
-            diff += (f64::from(*got) - f64::from(*want)).powi(2);
-            norm += f64::from(*want).powi(2);
-        }
-        let error = if diff == 0.0 {
-            0.0
-        } else {
-            (diff / norm).sqrt()
-        };
+        drop(self.paired(what, got, want)?);
+        let error = relative_rms(got, want);
         self.push(what, got.len(), error, limit, "relative rms");
         Ok(())
     }
@@ -269,6 +261,20 @@ impl Case<'_> {
             limit,
             "share differing",
         );
+    }
+}
+
+/// `rms(got - want) / rms(want)` of equally many values.
+pub(crate) fn relative_rms(got: &[f32], want: &[f32]) -> f64 {
+    let (mut diff, mut norm) = (0f64, 0f64);
+    for (got, want) in got.iter().zip(want) {
+        diff += (f64::from(*got) - f64::from(*want)).powi(2);
+        norm += f64::from(*want).powi(2);
+    }
+    if diff == 0.0 {
+        0.0
+    } else {
+        (diff / norm).sqrt()
     }
 }
 

@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use crate::{
     report::{Check, Report},
-    tolerance::{MODEL_FLOOR, MODEL_NOISE, OTHER_MODE, PICTURE_LAYERS, PICTURE_LOGITS},
+    tolerance::{EXACT, MODEL_FLOOR, MODEL_NOISE, OTHER_MODE},
 };
 
 /// `name` of the manifest's models; `entry` has the distances between two valid runs of the official code.
@@ -31,28 +31,27 @@ pub(crate) fn run(dir: &Path, name: &str, entry: &Value, device: &Device, report
         let distance = || {
             let model = GoldenModel::load(&dir.join(format!("model_{name}")), mode, device)?;
             let rows: Vec<usize> = (0..model.sequences()?).collect();
-            let floors = match model.image_rows()?.is_empty() {
-                true => (MODEL_FLOOR, MODEL_FLOOR),
-                false => (PICTURE_LOGITS, PICTURE_LAYERS),
+            let all = model.run(&rows, replay)?;
+            let pictures = model.image_rows()?;
+            let pictures = match pictures.is_empty() {
+                true => None,
+                false => Some(model.run(&pictures, replay)?),
             };
-            Ok::<_, Error>((model.run(&rows, replay)?, floors))
+            Ok::<_, Error>((all, pictures))
         };
         match distance() {
-            Ok((distance, floors)) => {
-                report.compared(case, checks(&distance, noise, floors, modes_differ));
+            Ok((all, pictures)) => {
+                let mut checks = checks(&all, pictures.as_ref(), noise);
+                checks.extend(modes_differ.then(|| selections(&all)).flatten());
+                report.compared(case, checks);
             }
             Err(error) => report.failed(case, error),
         }
     }
 }
 
-/// `floors` are the least that is allowed for logits and layers.
-fn checks(
-    distance: &Distance,
-    noise: &Value,
-    floors: (f64, f64),
-    modes_differ: bool,
-) -> Vec<Check> {
+/// Distances over all sequences, and over those with pictures alone.
+fn checks(all: &Distance, pictures: Option<&Distance>, noise: &Value) -> Vec<Check> {
     let floats = |values: &Value| -> Vec<f64> {
         match values {
             Value::Array(list) => list.iter().filter_map(Value::as_f64).collect(),
@@ -68,43 +67,50 @@ fn checks(
             .max_by(f64::total_cmp)
             .unwrap_or(f64::NAN)
     };
-    let limit = |part: &str, floor: f64| (MODEL_NOISE * worst(&floats(&noise[part]))).max(floor);
-    let prefill: Vec<f64> = distance.prefill.iter().map(|(_, error)| *error).collect();
-    let rms = |what: &str, errors: &[f64], noise: &str, floor: f64| Check {
-        what: what.into(),
-        values: errors.len(),
-        error: worst(errors),
-        allowed: limit(noise, floor),
-        unit: "relative rms".into(),
-    };
-    let mut checks = vec![
-        rms(
-            "logits of every step",
-            &distance.logits,
-            "logits_rel_rms",
-            floors.0,
-        ),
-        rms(
-            "layers of the prefill",
-            &prefill,
-            "prefill_rel_rms",
-            floors.1,
-        ),
-    ];
-    let differing = |(equal, all): (usize, usize)| 1.0 - equal as f64 / all.max(1) as f64;
-    let (own, other) = (distance.decode_selections, distance.other_selections);
-    // Before replay hides it: which keys were scored shows in what was selected.
-    if modes_differ && other.1 > 0 {
+    let limit = |part: &str| (MODEL_NOISE * worst(&floats(&noise[part]))).max(MODEL_FLOOR);
+    let mut checks = Vec::new();
+    for (of, distance) in [("", Some(all)), (", with pictures", pictures)] {
+        let Some(distance) = distance else { continue };
+        let prefill: Vec<f64> = distance.prefill.iter().map(|(_, error)| *error).collect();
+        for (what, errors, noise) in [
+            ("logits of every step", &distance.logits, "logits_rel_rms"),
+            ("layers of the prefill", &prefill, "prefill_rel_rms"),
+        ] {
+            checks.push(Check {
+                what: format!("{what}{of}"),
+                values: errors.len(),
+                error: worst(errors),
+                allowed: limit(noise),
+                unit: "relative rms".into(),
+            });
+        }
+    }
+    // The text model is given the recorded run's rows; those of the tower here are compared by themselves.
+    if pictures.is_some() {
+        let (differing, values) = all.picture_values;
         checks.push(Check {
-            what: "own selections in decode".into(),
-            values: own.1,
-            error: differing(own),
-            allowed: OTHER_MODE * differing(other),
-            unit: format!(
-                "share differing; {:.4} from the other mode",
-                differing(other)
-            ),
+            what: "rows of pictures".into(),
+            values,
+            error: differing as f64,
+            allowed: EXACT,
+            unit: "differing from the wide run".into(),
         });
     }
     checks
+}
+
+/// Which keys were scored shows in what was selected, before replay hides it.
+fn selections(distance: &Distance) -> Option<Check> {
+    let differing = |(equal, all): (usize, usize)| 1.0 - equal as f64 / all.max(1) as f64;
+    let (own, other) = (distance.decode_selections, distance.other_selections);
+    (other.1 > 0).then(|| Check {
+        what: "own selections in decode".into(),
+        values: own.1,
+        error: differing(own),
+        allowed: OTHER_MODE * differing(other),
+        unit: format!(
+            "share differing; {:.4} from the other mode",
+            differing(other)
+        ),
+    })
 }

@@ -47,16 +47,11 @@ pub(crate) const CACHE_FLIPS: f64 = 0.01;
 pub(crate) const SELECTION_FLIPS: f64 = 0.02;
 /// A quantised projection and a gate. Relative rms.
 pub(crate) const ENGRAM: f64 = 0.01;
-/// Whole models: how many times the distance between two valid runs of the official code. Relative rms.
+/// Whole models, text and vision: how many times the distance between two valid runs of the official code.
+/// Relative rms.
 pub(crate) const MODEL_NOISE: f64 = 2.0;
 /// That distance may be 0 where two runs agreed to the last bit; a third need not.
 pub(crate) const MODEL_FLOOR: f64 = 0.005;
-/// Models with pictures: the tower is up to 0.7 % off its golden values (2 % are allowed), which two runs
-/// of the official code that share a tower do not show. Moving the picture rows of these models at random
-/// by 0.6 % moves their logits by about this much, relative rms, and their layers by the next.
-pub(crate) const PICTURE_LOGITS: f64 = 0.08;
-/// See [`PICTURE_LOGITS`].
-pub(crate) const PICTURE_LAYERS: f64 = 0.14;
 /// A model's own index selections must differ from the recorded ones of its key mode at most this many
 /// times as often as from those of the other mode.
 pub(crate) const OTHER_MODE: f64 = 0.75;

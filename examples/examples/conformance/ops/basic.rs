@@ -5,7 +5,9 @@ use std::collections::BTreeSet;
 use candle_core::Tensor;
 use deepseek_v41::{
     Result,
-    attention::{AttnPlan, CacheGeometry, ChunkSpec, ops::select_candidate_blocks_ref},
+    attention::{
+        AttnPlan, CacheGeometry, ChunkSpec, DraftChunk, DraftPlan, ops::select_candidate_blocks_ref,
+    },
     core::{Rope, RopeConfig, RopeTable, apply_rope, rms_norm},
     hyperconn::{HyperConn, HyperConnConfig, PreMix, Site, hc_post, hc_pre},
 };
@@ -20,6 +22,7 @@ pub(super) fn run(case: &mut Case<'_>) -> Result<bool> {
         "apply_rope" => rotate(case)?,
         "hc" => hyper_connections(case)?,
         "window_W_S_START" => windows(case)?,
+        "draftwin_W_BLOCK_START" => draft_windows(case)?,
         name if name.starts_with("rmsnorm_") => norm(case)?,
         name if name.starts_with("rope_") => rope_table(case)?,
         name if name.starts_with("candidates_") => candidates(case)?,
@@ -116,6 +119,50 @@ fn windows(case: &mut Case<'_>) -> Result<()> {
             .chunks(want.len() / len as usize)
             .map(|row| row.iter().copied().filter(|i| *i >= 0).collect())
             .collect();
+        case.exact(&name, &got, &want)?;
+    }
+    Ok(())
+}
+
+/// The rows each position of a draft block sees: of the ring of W, in any order, then of its own block,
+/// which the reference numbers on from W.
+fn draft_windows(case: &mut Case<'_>) -> Result<()> {
+    let names = case.data.names().filter(|n| n.starts_with("draftwin_"));
+    let names: Vec<String> = names.map(str::to_owned).collect();
+    for name in names {
+        let numbers: Vec<u32> = name.split('_').filter_map(|n| n.parse().ok()).collect();
+        let &[window, block, start] = numbers.as_slice() else {
+            return Err(case.bad(format!("`{name}` is not draftwin_W_BLOCK_START")));
+        };
+        let geometry = CacheGeometry {
+            window: window as usize,
+            max_rollback: 0,
+            max_len: start as usize + 1,
+            max_seqs: 1,
+        };
+        let chunk = DraftChunk {
+            committed: ChunkSpec {
+                slot: 0,
+                start,
+                len: 1,
+            },
+            draft: true,
+        };
+        let plan = DraftPlan::new(&[chunk], block as usize, &geometry, case.device)?;
+        let (ring, own) = (
+            plan.ring_idxs.to_vec2::<i32>()?,
+            plan.block_idxs.to_vec2::<i32>()?,
+        );
+        let got: Vec<i64> = ring
+            .into_iter()
+            .zip(own)
+            .flat_map(|(mut ring, own)| {
+                ring.sort_unstable();
+                ring.extend(own.iter().map(|row| window as i32 + row));
+                ring.into_iter().filter(|row| *row >= 0).map(i64::from)
+            })
+            .collect();
+        let want = case.data.integers(&name)?;
         case.exact(&name, &got, &want)?;
     }
     Ok(())

@@ -5,11 +5,14 @@ use deepseek_v41::{
     Result, SamplingParams, TokenHistory,
     quant::{Linear, WeightFormat},
     sampling::probs,
-    speculative::accept,
+    speculative::{DraftLength, accept, schedule},
 };
+
+use serde::Deserialize;
 
 use crate::{
     case::{Case, f32s},
+    suite::read_json,
     tolerance::{DRAFT_HEADS, NEXT_DIST},
 };
 
@@ -90,4 +93,33 @@ fn decisions(case: &mut Case<'_>) -> Result<()> {
     }
     case.exact("accepted", &kept, &want_kept)?;
     case.close("next_dist", &next, &want_next, NEXT_DIST)
+}
+
+/// A batch of drafts and how many of each are to be verified.
+#[derive(Deserialize)]
+struct Schedule {
+    confidence: Vec<Vec<f64>>,
+    sps_by_batch: Vec<f64>,
+    lengths: Vec<usize>,
+    #[serde(rename = "threshold_0.7")]
+    threshold: Vec<usize>,
+}
+
+/// Draft lengths, in a file of their own.
+pub(super) fn schedules(case: &mut Case<'_>) -> Result<()> {
+    let list: Vec<Schedule> = serde_json::from_value(read_json(&case.dir.join(case.name))?)
+        .map_err(|e| case.bad(format!("no schedules: {e}")))?;
+    let (mut got, mut want, mut kept, mut want_kept) = (vec![], vec![], vec![], vec![]);
+    for s in list {
+        got.extend(schedule(&s.confidence, &s.sps_by_batch));
+        want.extend(s.lengths);
+        let logit = |p: &f64| (p / (1.0 - p)).ln() as f32;
+        kept.extend(s.confidence.iter().map(|row| {
+            let logits: Vec<f32> = row.iter().map(logit).collect();
+            DraftLength::Confidence(0.7).choose(&logits)
+        }));
+        want_kept.extend(s.threshold);
+    }
+    case.exact("lengths by speed", &got, &want)?;
+    case.exact("lengths by threshold", &kept, &want_kept)
 }

@@ -10,6 +10,7 @@ mod gate;
 mod gemm;
 mod moe;
 mod quant;
+mod vision;
 
 use std::path::Path;
 
@@ -36,8 +37,18 @@ fn runner(group: &str) -> Option<Run> {
         "draft" => draft::run,
         "engram" => engram::run,
         "token_map" => engram::token_map,
+        "vision" => vision::run,
         _ => return None,
     })
+}
+
+/// Cases of a group that are a file of their own.
+fn side_file(file: &str) -> Run {
+    match file {
+        "image_plans.json" => |case| vision::plans(case).map(|()| true),
+        "dspark_schedule.json" => |case| draft::schedules(case).map(|()| true),
+        _ => |_| Ok(false),
+    }
 }
 
 /// Every case of a group; `entry` is its part of the manifest: the file, and a description of each case.
@@ -60,20 +71,23 @@ pub(crate) fn run_group(
         Ok(data) => data,
         Err(error) => return report.failed(group.into(), error),
     };
-    for (name, spec) in names {
-        run_case(
-            Case {
-                name,
-                spec,
-                data: &data,
-                dir,
-                device,
-                checks: Vec::new(),
-            },
-            group,
-            run,
-            report,
-        );
+    let side = entry["side_file"].as_str();
+    let side = side.map(|file| (file, &Value::Null, side_file(file)));
+    let names = names.map(|(name, spec)| (name, spec, run));
+    for (name, spec, run) in names.chain(side) {
+        // A sentence about other cases.
+        if name.ends_with("_note") {
+            continue;
+        }
+        let case = Case {
+            name,
+            spec,
+            data: &data,
+            dir,
+            device,
+            checks: Vec::new(),
+        };
+        run_case(case, group, run, report);
     }
 }
 
