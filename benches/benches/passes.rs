@@ -113,8 +113,8 @@ impl<'m> Text<'m> {
         let start = Instant::now();
         let head = self.model.draft_head()?;
         let most_probable = |_: usize, _: usize, logits: &[f32]| {
-            let best = (0..logits.len()).reduce(|a, b| if logits[b] > logits[a] { b } else { a });
-            Ok(best.unwrap_or(0) as u32)
+            let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            Ok(logits.iter().position(|v| *v == max).unwrap_or(0) as u32)
         };
         head.draft(&[request], &self.hidden, &mut self.state, &mut {
             most_probable

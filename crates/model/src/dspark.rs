@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 use deepseek_v41_attention::{
     ChunkSpec, DSparkAttention, DraftChunk, DraftPlan, DraftRopes, LayerRole,
 };
@@ -291,13 +291,19 @@ impl DSpark {
         hc_pre(&stream, &carried)
     }
 
-    /// `embed: [blocks, rank]` → what is added to the logits, `[blocks * vocab_size]`.
-    fn bias(&self, embed: &Tensor) -> Result<Vec<f32>> {
-        Ok(self
-            .markov_head
-            .forward(embed)?
-            .flatten_all()?
-            .to_vec1::<f32>()?)
+    /// The embeddings `[blocks, rank]` of the tokens `before`, and in `bias` what they add to the logits,
+    /// `[blocks * vocab_size]`.
+    fn bias(&self, before: &[u32], bias: &mut Vec<f32>) -> Result<Tensor> {
+        let embed = self.markov_embed.forward(before)?;
+        if embed.device().is_cpu() {
+            let values = embed.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?;
+            bias.resize(before.len() * self.cfg.vocab_size, 0.0);
+            self.markov_head
+                .forward_values_f32(&values, before.len(), bias)?;
+        } else {
+            *bias = self.markov_head.forward(&embed)?.flatten_all()?.to_vec1()?;
+        }
+        Ok(embed)
     }
 
     /// Chooses the tokens of all blocks, position by position: each position's logits get a bias
@@ -319,10 +325,9 @@ impl DSpark {
             .collect();
         let mut tokens = vec![Vec::with_capacity(size); blocks];
         let mut embeds = Vec::with_capacity(size);
+        let mut bias = Vec::new();
         for i in 0..size {
-            let embed = self.markov_embed.forward(&before)?;
-            let bias = self.bias(&embed)?;
-            embeds.push(embed);
+            embeds.push(self.bias(&before, &mut bias)?);
             for (b, bias) in bias.chunks_exact(self.cfg.vocab_size).enumerate() {
                 let row = &mut logits[b * size + i];
                 row.iter_mut().zip(bias).for_each(|(l, b)| *l += b);
