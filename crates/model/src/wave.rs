@@ -31,8 +31,8 @@ use crate::{
     step::{Passed, Rows, StepInputs},
 };
 
-/// Tokens from which on one product for all of them beats a product on each thread.
-const MANY: usize = 16;
+/// Tokens of a part beyond which products for all of them, shared among all threads, are better.
+const PART_TOKENS: usize = 24;
 
 /// Operations of a token in a layer from which on they are worth sharing one by one.
 const LARGE_LAYER: usize = 8_000_000;
@@ -142,8 +142,9 @@ impl Transformer {
 
 /// In how many parts to run so many tokens on the threads of this pass.
 pub(crate) fn parts(cfg: &Config, tokens: usize) -> usize {
-    match (2..MANY).contains(&tokens) && layer_work(cfg) < LARGE_LAYER {
-        true => tokens.min(cpu::team_size()),
+    let parts = tokens.min(cpu::team_size());
+    match tokens <= parts * PART_TOKENS && layer_work(cfg) < LARGE_LAYER {
+        true => parts,
         false => 1,
     }
 }

@@ -24,8 +24,9 @@ use rayon::prelude::*;
 /// them is large enough to be worth a wake-up.
 const AWAKE: usize = 3;
 
-/// Looks at an empty slot after which a thread goes back to sleep, about 200 µs.
-const PATIENCE: usize = 4096;
+/// Looks at an empty slot after which a thread goes back to sleep: some 400 µs, as long as laying out a step
+/// of a hundred tokens takes.
+const PATIENCE: usize = 16384;
 
 /// Looks at the slot between looks at the pool's queues.
 const LOOKS: usize = 16;
