@@ -319,7 +319,7 @@ fn an_error_ends_its_own_request_only() {
     // A picture whose rows have another width: the whole pass is refused.
     let rows = Tensor::zeros((3, 7), DType::BF16, &Device::Cpu).expect("rows");
     let picture = Prompt::WithImages {
-        ids: vec![0, 5, 6, 7, 8],
+        ids: vec![0, 4094, 4094, 4094, 8],
         images: vec![ImageSpan { start: 1, rows }],
     };
     let picture = engine

@@ -128,15 +128,9 @@ impl Scoring {
         let mut shared = SharedAttentionRuntime::new();
         let table = self.rope.table(&self.plan.positions, &CPU)?;
         let plan = &self.plan.compress[0];
-        self.indexer.select(
-            &self.xs,
-            &self.qr,
-            &table,
-            plan,
-            &self.own,
-            keys,
-            &mut shared,
-        )?;
+        let query = self.indexer.query(&self.xs, &self.qr, &table)?;
+        self.indexer
+            .select(query, plan, &self.own, keys, &mut shared)?;
         Ok(shared)
     }
 }

@@ -5,7 +5,7 @@ use std::path::Path;
 use candle_core::Device;
 use deepseek_v41_core::{Error, LoadPolicy, Result, Weights};
 use deepseek_v41_model::{Config, DSpark, IndexKeys, Transformer, refuse_unexpected};
-use serde::Deserialize;
+use serde_json::Value;
 
 use crate::{token_map::token_map, tokenizer::Tokenizer};
 
@@ -46,23 +46,42 @@ impl Default for LoadOptions {
 }
 
 /// Ids with a meaning of their own, from `generation_config.json` or the published config.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SpecialIds {
-    /// Begins every prompt.
-    #[serde(rename = "bos_token_id", default = "SpecialIds::release_bos")]
+    /// Begins every prompt (`bos_token_id`; 0 where it is not given).
     pub bos: u32,
-    /// Ends a text.
-    #[serde(rename = "eos_token_id", default = "SpecialIds::release_eos")]
+    /// Ends a text (`eos_token_id`; 1 where it is not given).
     pub eos: u32,
 }
 
 impl SpecialIds {
-    fn release_bos() -> u32 {
-        0
-    }
-
-    fn release_eos() -> u32 {
-        1
+    /// Reads them from a JSON object. An id outside of the vocabulary would fail with the first prompt, or
+    /// never end a text.
+    fn from_json(text: &str, vocab_size: usize) -> Result<Self> {
+        let file = "generation_config.json";
+        let root: Value =
+            serde_json::from_str(text).map_err(|e| Error::config(file, e.to_string()))?;
+        if !root.is_object() {
+            return Err(Error::config(file, "expected an object at the top"));
+        }
+        let id = |field: &str, default: u32| {
+            let found = match &root[field] {
+                Value::Null => Value::from(default),
+                given => given.clone(),
+            };
+            let id = found.as_u64().filter(|id| *id < vocab_size as u64);
+            let id = id.and_then(|id| u32::try_from(id).ok());
+            id.ok_or_else(|| {
+                Error::config(
+                    field,
+                    format!("expected an id below {vocab_size}, found {found}"),
+                )
+            })
+        };
+        Ok(Self {
+            bos: id("bos_token_id", 0)?,
+            eos: id("eos_token_id", 1)?,
+        })
     }
 }
 
@@ -141,8 +160,7 @@ impl DeepSeekV41 {
     ) -> Result<Self> {
         let mut cfg = Config::from_json(config)?;
         cfg.index_keys = options.index_keys;
-        let special: SpecialIds = serde_json::from_str(special)
-            .map_err(|e| Error::config("generation_config.json", e.to_string()))?;
+        let special = SpecialIds::from_json(special, cfg.vocab_size)?;
         let map = cfg
             .engram()
             .map(|e| token_map(&tokenizer, e.compressed_vocab_size, e.pad_id))

@@ -72,27 +72,40 @@ impl Prompt {
     }
 }
 
-/// Refuses image tokens that no picture stands for: the model would take them for a word it has never
-/// seen.
+/// Refuses pictures that do not lie in the prompt, pictures in the place of text, and image tokens that no
+/// picture stands for: the model would take them for a word it has never seen.
 pub(crate) fn check_image_tokens(cfg: &Config, ids: &[u32], images: &[ImageSpan]) -> Result<()> {
+    let bad = |reason: String| Err(Error::value("prompt", reason));
+    let mut inside = vec![false; ids.len()];
+    for span in images {
+        let rows = span.rows.dims().first().copied().unwrap_or(0);
+        let end = span.start.checked_add(rows);
+        let Some(places) = end.and_then(|end| inside.get_mut(span.start..end)) else {
+            let (start, len) = (span.start, ids.len());
+            return bad(format!(
+                "a picture of {rows} rows at position {start} of {len} tokens"
+            ));
+        };
+        places.fill(true);
+    }
     if !cfg.vision_enabled() {
         return Ok(());
     }
-    let rows = |span: &ImageSpan| span.rows.dims().first().copied().unwrap_or(0);
-    let inside = |at: usize| {
-        images
-            .iter()
-            .any(|s| s.start <= at && at - s.start < rows(s))
-    };
-    let mut tokens = ids
-        .iter()
-        .enumerate()
-        .filter(|(_, id)| **id as usize == cfg.image_token_id);
-    match tokens.find(|(at, _)| !inside(*at)) {
-        None => Ok(()),
-        Some((at, _)) => {
-            let reason = format!("an image token at position {at}, and no picture for it");
-            Err(Error::value("prompt", reason))
+    let pairs = ids.iter().zip(&inside).enumerate();
+    for (at, (id, inside)) in pairs {
+        match (*id as usize == cfg.image_token_id, *inside) {
+            (true, false) => {
+                return bad(format!(
+                    "an image token at position {at}, and no picture for it"
+                ));
+            }
+            (false, true) => {
+                return bad(format!(
+                    "a picture at position {at}, where token {id} is text"
+                ));
+            }
+            _ => {}
         }
     }
+    Ok(())
 }

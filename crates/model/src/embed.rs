@@ -1,6 +1,6 @@
 //! Token embeddings and the output head.
 
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 #[cfg(feature = "cuda")]
 use deepseek_v41_core::upload;
 use deepseek_v41_core::{Error, RawTensor, Result, StoredDtype, VarBuilder};
@@ -168,6 +168,12 @@ pub(crate) fn check_chunk(cfg: &Config, chunk: &Chunk) -> Result<()> {
     for span in &chunk.images {
         let dims = span.rows.dims();
         let ok = dims.len() == 2 && dims[1] == cfg.dim && span.start >= free_from;
+        if span.rows.dtype() != DType::BF16 {
+            return Err(Error::shape(
+                "image span",
+                format!("expected rows of BF16, found {:?}", span.rows.dtype()),
+            ));
+        }
         let end = dims
             .first()
             .and_then(|n| span.start.checked_add(*n))

@@ -334,7 +334,7 @@ impl Caches for Turn<'_, '_> {
         let mut source = cache.filter(|_| owns).map(write);
         let kv = cache.filter(|_| !owns).map(read);
         let o = attend(LayerCache {
-            window: &mut *lock(&window[layer]),
+            window: &mut lock(&window[layer]),
             source: source.as_mut().map(|source| &mut ***source),
             kv: kv.as_ref().map(|kv| &***kv),
             index_k: IndexKeySource::Owner,

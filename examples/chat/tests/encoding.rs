@@ -4,19 +4,15 @@
 
 mod common;
 
-use common::{parse, parsing, tiny};
+use common::tiny;
 use deepseek_v41::{
     AddedTokens,
     chat::{
-        CalledTool, ChatError, ChatTemplate, Conversation, Effort, EffortNames, InputMessage,
-        Irregularity,
-        recipe::stream::{FinishReason, InferenceFinishReason},
-        recipe_core::{
-            conversation::ResponseFormat, messages::ToolCall, multimodal::ImageSource,
-            prompt::Prompt, special_tokens::SpecialToken, tools::ToolDefinition,
-        },
+        CalledTool, ChatError, Conversation, Effort, EffortNames, InputMessage, Irregularity,
+        recipe::stream::FinishReason,
     },
 };
+use deepseek_v41_examples::fixtures::{answer, appended, conversation, effort, text};
 use deepseek_v41_testing::golden_dir;
 use serde_json::Value;
 
@@ -24,108 +20,6 @@ fn golden(part: &str) -> Vec<Value> {
     let text = std::fs::read_to_string(golden_dir().join("encoding.json")).unwrap();
     let all: Value = serde_json::from_str(&text).unwrap();
     all[part].as_array().unwrap().clone()
-}
-
-fn text(value: &Value) -> String {
-    value.as_str().unwrap_or_default().to_owned()
-}
-
-/// Text and pictures of a message's content.
-fn content(template: &ChatTemplate, value: &Value) -> (Prompt, Vec<ImageSource>) {
-    let Some(blocks) = value.as_array() else {
-        return (Prompt::plain(text(value)), Vec::new());
-    };
-    let mut images = Vec::new();
-    let mut parts = Vec::new();
-    for block in blocks {
-        match block["type"].as_str().unwrap() {
-            "text" => parts.push(Prompt::plain(text(&block["text"]))),
-            _ => {
-                let data = block["image_url"]["url"]
-                    .as_str()
-                    .or(block["data"].as_str());
-                images.push(ImageSource::Bytes {
-                    data: data.unwrap().into(),
-                    detail: Default::default(),
-                    path: String::new(),
-                });
-                parts.push(Prompt::special(template.spelling(SpecialToken::Image)));
-            }
-        }
-    }
-    (Prompt::join(&parts, "\n\n"), images)
-}
-
-/// A fixture's conversation in the prompt library's terms; `None` where it has none for it.
-fn conversation(template: &ChatTemplate, case: &Value) -> Option<Conversation> {
-    let mut out = Conversation {
-        thinking_mode: case["mode"] == "thinking",
-        ..Conversation::default()
-    };
-    if !case["context"].is_null() || case["drop"] == false {
-        return None;
-    }
-    for message in case["messages"].as_array().unwrap() {
-        if !message["task"].is_null() {
-            return None;
-        }
-        for tool in message["tools"].as_array().into_iter().flatten() {
-            let f = &tool["function"];
-            out.tools.push(ToolDefinition {
-                name: text(&f["name"]),
-                description: f["description"].as_str().map(str::to_owned),
-                parameters: f["parameters"].clone(),
-                strict: None,
-                defer_loading: false,
-            });
-        }
-        if !message["response_format"].is_null() {
-            out.response_format = ResponseFormat::JsonSchema(message["response_format"].clone());
-        }
-        let (content, image_sources) = content(template, &message["content"]);
-        out.messages.push(match message["role"].as_str().unwrap() {
-            "system" => InputMessage::System {
-                content,
-                image_sources,
-                tools: None,
-            },
-            "user" => InputMessage::User {
-                content,
-                image_sources,
-            },
-            "latest_reminder" => InputMessage::LatestReminder {
-                content: content.to_string(),
-            },
-            "tool" => InputMessage::Tool {
-                content,
-                image_sources,
-                tool_call_id: message["tool_call_id"].as_str().map(str::to_owned),
-            },
-            "assistant" => InputMessage::Assistant {
-                content: content.to_string(),
-                reasoning_content: message["reasoning_content"].as_str().map(str::to_owned),
-                tool_calls: message["tool_calls"].as_array().map(|calls| {
-                    let call = |c: &Value| ToolCall {
-                        id: text(&c["id"]),
-                        name: text(&c["function"]["name"]),
-                        arguments: text(&c["function"]["arguments"]),
-                    };
-                    calls.iter().map(call).collect()
-                }),
-                prefix: message["wo_eos"] == true,
-            },
-            role => panic!("role {role}"),
-        });
-    }
-    Some(out)
-}
-
-fn effort(case: &Value) -> Option<Result<Effort, ChatError>> {
-    let names = match case["table"] == "newer" {
-        true => EffortNames::Newer,
-        false => EffortNames::Publisher,
-    };
-    (!case["effort"].is_null()).then(|| names.from_json(&case["effort"]))
 }
 
 /// Fixtures that the library has no terms for: tasks, an earlier context that is not rendered, and
@@ -138,9 +32,6 @@ const INEXPRESSIBLE: [&str; 5] = [
     "keep_thinking",
 ];
 
-/// Fixtures of histories that end with an answer: the library appends the header of another one.
-const HEADER_APPENDED: [&str; 1] = ["tool_call"];
-
 #[test]
 fn golden_prompts() {
     let template = tiny().chat_template();
@@ -148,14 +39,13 @@ fn golden_prompts() {
     let mut inexpressible = Vec::new();
     for case in golden("encode") {
         let name = text(&case["name"]);
-        let Some(conversation) = conversation(&template, &case) else {
+        let Ok(conversation) = conversation(&template, &case) else {
             inexpressible.push(name);
             continue;
         };
         let mut want = text(&case["prompt"]);
-        if HEADER_APPENDED.contains(&&*name) {
-            want.push_str("<｜Assistant｜></think>");
-        }
+        assert_eq!(appended(&case).is_empty(), name != "tool_call", "{name}");
+        want.push_str(appended(&case));
         let prompt = template
             .render(&conversation, effort(&case).transpose().unwrap())
             .unwrap();
@@ -200,15 +90,7 @@ fn golden_answers() {
     let tokenizer = template.tokenizer();
     let eos = tiny().special_ids().eos;
     for case in golden("parse") {
-        let ids = tokenizer
-            .encode(case["text"].as_str().unwrap(), AddedTokens::Recognise)
-            .unwrap();
-        let (ids, reason) = match ids.strip_suffix(&[eos]) {
-            Some(ids) => (ids, Some(InferenceFinishReason::Stop)),
-            None => (&ids[..], None),
-        };
-        let options = parsing(&template, case["mode"] == "thinking");
-        let (answer, found) = parse(tokenizer, &options, [ids], reason);
+        let (answer, found) = answer(&template, eos, &case).unwrap();
         let Some(error) = case["error"].as_str() else {
             let want = &case["message"];
             assert_eq!(answer.content, text(&want["content"]), "{case}");

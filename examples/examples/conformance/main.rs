@@ -5,12 +5,15 @@
 //! cargo run --release --example conformance -- tests/data/tiny
 //! ```
 //!
+//! With `--features chat` also prompts and answers of conversations, and the tiny model's picture.
+//!
 //! The directory holds `manifest.json` and the files it names (single operations and whole models), or
 //! `expected.json` beside a tiny model. Prints what was compared, the worst error, what is allowed and the
 //! verdict; cases of a kind this program does not know are listed as skipped. The exit code is 1 when
 //! anything failed.
 
 mod case;
+mod encoding;
 mod models;
 mod ops;
 mod report;

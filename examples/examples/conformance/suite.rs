@@ -6,7 +6,7 @@ use candle_core::Device;
 use deepseek_v41::{Error, Result};
 use serde_json::Value;
 
-use crate::{models, ops, report::Report, tiny};
+use crate::{encoding, models, ops, report::Report, tiny};
 
 /// Compares the cases of `dir`, computed on `device`.
 pub(crate) fn run(dir: &Path, device: &Device) -> Result<Report> {
@@ -32,7 +32,7 @@ fn golden(dir: &Path, device: &Device, report: &mut Report) -> Result<()> {
     }
     ops::run_released(dir, &manifest["released"], device, report);
     if let Some(file) = manifest["encoding"].as_str() {
-        report.skipped(file.into(), "prompt encoding is not compared yet");
+        encoding::run(dir, file, report);
     }
     for (name, entry) in object(&manifest["models"]) {
         models::run(dir, name, entry, device, report);

@@ -29,6 +29,9 @@ mod whole;
 #[path = "../conformance/case.rs"]
 mod case;
 #[cfg(feature = "cuda")]
+#[path = "../conformance/encoding.rs"]
+mod encoding;
+#[cfg(feature = "cuda")]
 #[path = "../conformance/models.rs"]
 mod models;
 #[cfg(feature = "cuda")]
@@ -41,7 +44,7 @@ mod report;
 #[path = "../conformance/suite.rs"]
 mod suite;
 #[cfg(feature = "cuda")]
-#[path = "../conformance/tiny.rs"]
+#[path = "../conformance/tiny/mod.rs"]
 mod tiny;
 #[cfg(feature = "cuda")]
 #[path = "../conformance/tolerance.rs"]

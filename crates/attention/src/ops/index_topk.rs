@@ -115,6 +115,10 @@ pub(crate) struct Wanted {
 
 /// What each query may see.
 #[derive(Debug, Clone, Copy)]
+#[cfg_attr(
+    not(feature = "cuda"),
+    allow(dead_code, reason = "kernels read what the CPU does not")
+)]
 pub(crate) struct Visible<'a> {
     pub(crate) each: &'a [IndexSpan],
     /// Positions that a GPU's pass covers.

@@ -9,6 +9,8 @@ use crate::LayerPlan;
 /// Upper bounds of single dimensions: far above any model, far below an allocation that fails.
 const MAX_DIM: usize = 1 << 20;
 const MAX_COUNT: usize = 1 << 12;
+/// Of what every token selects: the lists of a pass take this many numbers a token.
+const MAX_SELECTED: usize = 1 << 16;
 const MAX_VOCAB: usize = 1 << 24;
 const MAX_CONTEXT: usize = 1 << 28;
 
@@ -63,9 +65,21 @@ pub(super) fn validate(c: &Config) -> Result<()> {
         ("head_dim", c.head_dim),
         ("o_lora_rank", c.o_lora_rank),
         ("window_size", c.window_size),
-        ("index_topk", c.index_topk),
     ] {
         in_range(field, value, 1, MAX_DIM)?;
+    }
+    in_range("index_topk", c.index_topk, 1, MAX_SELECTED)?;
+    if c.candidate_source_layer.is_some() {
+        let (blocks, size) = (c.candidate_topk_blocks, c.candidate_block_size);
+        in_range("candidate_topk_blocks", blocks, 1, MAX_SELECTED)?;
+        in_range("candidate_block_size", size, 1, MAX_DIM)?;
+    }
+    for &ratio in &c.compress_ratios {
+        in_range("compress_ratios", ratio, 0, MAX_DIM)?;
+    }
+    in_range("original_seq_len", c.original_seq_len, 0, MAX_CONTEXT)?;
+    if c.vision_enabled() {
+        in_range("image_token_id", c.image_token_id, 0, c.vocab_size - 1)?;
     }
     for (field, value) in [
         ("n_heads", c.n_heads),

@@ -8,10 +8,10 @@ use std::{path::PathBuf, sync::OnceLock};
 use deepseek_v41::{
     DeepSeekV41, Tokenizer,
     chat::{
-        Answer, AnswerParser, ChatTemplate, Events, Irregularity, OutputChunk, ParsingOptions,
-        recipe::stream::{InferenceFinishReason, ThinkingInitialStage},
+        Answer, ChatTemplate, Irregularity, ParsingOptions, recipe::stream::InferenceFinishReason,
     },
 };
+use deepseek_v41_examples::fixtures;
 
 /// The embedded model, loaded once.
 pub(crate) fn tiny() -> &'static DeepSeekV41 {
@@ -68,11 +68,7 @@ pub(crate) fn bytewise(tokenizer: &Tokenizer, text: &str) -> Vec<u32> {
 
 /// How answers of a conversation with tools are read.
 pub(crate) fn parsing(template: &ChatTemplate, thinking: bool) -> ParsingOptions {
-    ParsingOptions {
-        thinking_initial_stage: thinking.then_some(ThinkingInitialStage::ReasoningStart),
-        special_tokens: std::sync::Arc::new(template.special_tokens().clone()),
-        ..ParsingOptions::default()
-    }
+    fixtures::parsing(template, thinking)
 }
 
 /// Parses ids handed in in the given portions.
@@ -82,13 +78,5 @@ pub(crate) fn parse<'a>(
     portions: impl IntoIterator<Item = &'a [u32]>,
     reason: Option<InferenceFinishReason>,
 ) -> (Answer, Vec<Irregularity>) {
-    let mut parser = AnswerParser::new(tokenizer, Events, options.clone());
-    let mut chunks: Vec<OutputChunk> = Vec::new();
-    for ids in portions {
-        chunks.extend(parser.push(ids).unwrap());
-    }
-    chunks.extend(parser.finish(reason).unwrap());
-    let mut answer = Answer::default();
-    answer.extend(&chunks);
-    (answer, parser.irregularities().to_vec())
+    fixtures::parse(tokenizer, options, portions, reason).unwrap()
 }

@@ -1,11 +1,11 @@
 //! The vision tower and its rotary table, preprocessing, span layouts.
 
 use candle_core::Device;
-use deepseek_v41::{Error, Result};
+use deepseek_v41::Result;
 use deepseek_v41_examples::expected::Expected;
 use deepseek_v41_vision::{
-    Aligner, GridConfig, ImageError, ImagePatches, ImageProcessor, Limits, RgbImage, VisionConfig,
-    Vit, fit_to_grid, normalise, ops::Rope2d, plan_image_grid,
+    Aligner, GridConfig, ImagePatches, ImageProcessor, Limits, RgbImage, VisionConfig, Vit,
+    fit_to_grid, normalise, ops::Rope2d, plan_image_grid,
 };
 
 use crate::{
@@ -25,10 +25,6 @@ pub(super) fn run(case: &mut Case<'_>) -> Result<bool> {
         _ => return Ok(false),
     }
     Ok(true)
-}
-
-fn bad(case: &Case<'_>) -> impl Fn(ImageError) -> Error {
-    |error| case.bad(error.to_string())
 }
 
 fn tower(case: &mut Case<'_>) -> Result<()> {
@@ -87,13 +83,17 @@ fn image(case: &mut Case<'_>) -> Result<()> {
         .map_err(|e| case.bad(format!("its args: {e}")))?;
     let pixels = |part: &str| -> Result<RgbImage> {
         let shape = case.shape(part)?;
-        RgbImage::new(shape[1] as u32, shape[0] as u32, case.bytes(part)?).map_err(bad(case))
+        Ok(RgbImage::new(
+            shape[1] as u32,
+            shape[0] as u32,
+            case.bytes(part)?,
+        )?)
     };
     let (rgb, resized) = (pixels("rgb")?, pixels("resized")?);
-    let grid = plan_image_grid(rgb.width(), rgb.height(), &cfg).map_err(bad(case))?;
-    let fitted = fit_to_grid(&rgb, &grid, &cfg).map_err(bad(case))?;
-    let processor = ImageProcessor::new(cfg, Limits::default()).map_err(bad(case))?;
-    let whole = processor.process_rgb(&rgb).map_err(bad(case))?;
+    let grid = plan_image_grid(rgb.width(), rgb.height(), &cfg)?;
+    let fitted = fit_to_grid(&rgb, &grid, &cfg)?;
+    let processor = ImageProcessor::new(cfg, Limits::default())?;
+    let whole = processor.process_rgb(&rgb)?;
     let sizes = |key: &str| -> Result<Vec<usize>> { case.arg(key) };
     let (n_vit, n_llm) = (sizes("n_vit")?, sizes("n_llm")?);
     let types: Vec<i64> = whole.span_types().iter().map(|t| t.code()).collect();
@@ -121,7 +121,7 @@ pub(super) fn plans(case: &mut Case<'_>) -> Result<()> {
             serde_json::from_value(set["width_height_then_rows_cols_hpx_wpx"].clone())
                 .map_err(fail)?;
         for [width, height, plan @ ..] in rows {
-            let grid = plan_image_grid(width as u32, height as u32, &cfg).map_err(bad(case))?;
+            let grid = plan_image_grid(width as u32, height as u32, &cfg)?;
             got.push([grid.rows, grid.cols, grid.height, grid.width]);
             want.push(plan);
         }

@@ -1,6 +1,8 @@
 //! A trained tiny model, fed the official code's greedy tokens: the most likely token of every step, and
 //! the saved logits.
 
+mod picture;
+
 use std::path::Path;
 
 use candle_core::{Device, Tensor};
@@ -60,10 +62,7 @@ pub(crate) fn run(dir: &Path, device: &Device, report: &mut Report) -> Result<()
             index_keys,
             ..LoadOptions::default()
         };
-        let model = match dir.join("config.json").is_file() {
-            true => DeepSeekV41::load_with(dir, &options)?,
-            false => DeepSeekV41::tiny_with(&options)?,
-        };
+        let model = load(dir, &options)?;
         for prompt in &recording.prompts {
             let run = if mode == "reference" {
                 &prompt.reference
@@ -78,9 +77,17 @@ pub(crate) fn run(dir: &Path, device: &Device, report: &mut Report) -> Result<()
         }
     }
     if dir.join("expected_picture.json").is_file() {
-        report.skipped("tiny picture".into(), "pictures are not compared yet");
+        picture::run(dir, device, report);
     }
     Ok(())
+}
+
+/// The model in `dir`, or the embedded one where there is none.
+fn load(dir: &Path, options: &LoadOptions) -> Result<DeepSeekV41> {
+    match dir.join("config.json").is_file() {
+        true => DeepSeekV41::load_with(dir, options),
+        false => DeepSeekV41::tiny_with(options),
+    }
 }
 
 fn compare(
