@@ -100,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(128) topk_gate(const float* logits,
 extern "C" __global__ void __launch_bounds__(128) gate_one(const bf16* x, const bf16* w, const float* bias, const float* bias_vl, const uint8_t* image_mask,
                                                            float* logits, uint32_t* counter, float* weights, uint32_t* experts, int dim, int E, int k, int func,
                                                            float temp, int norm, float route_scale) {
-    constexpr int AHEAD = 4;
+    constexpr int AHEAD = 10;
     extern __shared__ float s[];
     __shared__ bool last;
     int lane = threadIdx.x & 31, e = blockIdx.x * 4 + (threadIdx.x >> 5), units = dim >> 3;

@@ -38,7 +38,10 @@ pub(crate) fn golden(dir: &Path, gpu: &Device, r: &mut Report) -> Result<()> {
             let worst = steps.iter().copied().fold(0.0, f64::max);
             if device.is_cuda() {
                 let far = steps.iter().filter(|e| **e > 5e-3).count();
-                println!("       golden {name}: {far} of {} steps above 0.005", steps.len());
+                println!(
+                    "       golden {name}: {far} of {} steps above 0.005",
+                    steps.len()
+                );
             }
             Ok(Some(worst))
         };
