@@ -7,23 +7,113 @@
 //          rows [T] i32 or null: pool row of token t, -1 = not stored; pool [rows, D] bf16 or null;
 //          codes, scales or null: the packed form at `rows` (at t*H + h without rows): D/2 and D/group bytes a row for
 //          fp4, D and D/32 for fp8. inverse 1 rotates back
-// Grid     one warp per (t, h), block 128: ceil(T*H/4) blocks; D a multiple of 32, at most 512
+// Grid     one warp per (t, h), block 128: ceil(T*H/4) blocks; D even, at most 512, with a kind other than 0 a multiple of 32
 // Numerics f32 within each step (the norm: f64), bf16 between steps, as the reference; codes are bit for bit the reference's
 // Checked  tests_cuda/check.cu, crates/attention/tests
 #include "../common/quantise.cuh"
+
+// A lane's N consecutive bf16 values, 2 to 16, in as few accesses as there can be.
+template <int N>
+struct Run {
+    uint32_t w[N / 2];
+    __device__ __forceinline__ void load(const bf16* p) {
+        if constexpr (N == 2) w[0] = *reinterpret_cast<const uint32_t*>(p);
+        if constexpr (N == 4) *reinterpret_cast<uint2*>(w) = *reinterpret_cast<const uint2*>(p);
+#pragma unroll
+        for (int i = 0; i < N / 8; ++i) reinterpret_cast<uint4*>(w)[i] = reinterpret_cast<const uint4*>(p)[i];
+    }
+    __device__ __forceinline__ void store(bf16* p) const {
+        if constexpr (N == 2) *reinterpret_cast<uint32_t*>(p) = w[0];
+        if constexpr (N == 4) *reinterpret_cast<uint2*>(p) = *reinterpret_cast<const uint2*>(w);
+#pragma unroll
+        for (int i = 0; i < N / 8; ++i) reinterpret_cast<uint4*>(p)[i] = reinterpret_cast<const uint4*>(w)[i];
+    }
+};
+
+// One row of D = 32 * PER columns, PER consecutive ones a lane: everything is loaded before anything is computed.
+template <int PER>
+__device__ __forceinline__ void whole_row(const bf16* x, const bf16* w, const float* cos_t, const float* sin_t, bf16* out, bf16* pool, uint8_t* codes,
+                                          uint8_t* scales, int64_t v, int64_t t, int64_t row, int rd, float eps, int kind, int inverse) {
+    constexpr int D = 32 * PER;
+    int lane = threadIdx.x & 31, d0 = lane * PER, first = D - rd;
+    __align__(16) Run<PER> run, weight;
+    run.load(x + v * D + d0);
+    if (w) weight.load(w + d0);
+    float c[PER / 2], s[PER / 2], val[PER];
+#pragma unroll
+    for (int j = 0; j < PER / 2; ++j) {
+        int p = d0 + 2 * j - first;
+        c[j] = p >= 0 ? cos_t[t * (rd >> 1) + (p >> 1)] : 1.0f;
+        s[j] = p >= 0 ? sin_t[t * (rd >> 1) + (p >> 1)] : 0.0f;
+    }
+#pragma unroll
+    for (int j = 0; j < PER / 2; ++j) { val[2 * j] = bf16_lo(run.w[j]); val[2 * j + 1] = bf16_hi(run.w[j]); }
+    if (w) {
+        double sum = 0.0;
+#pragma unroll
+        for (int i = 0; i < PER; ++i) sum += (double)val[i] * val[i];
+        double r = norm_factor(warp_sum(sum), D, eps);
+#pragma unroll
+        for (int j = 0; j < PER / 2; ++j) {
+            val[2 * j] = normed(bf16_lo(weight.w[j]), val[2 * j], r);
+            val[2 * j + 1] = normed(bf16_hi(weight.w[j]), val[2 * j + 1], r);
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < PER / 2; ++j) {
+        if (d0 + 2 * j < first) continue;
+        float re = val[2 * j], im = val[2 * j + 1], sn = inverse ? -s[j] : s[j];
+        val[2 * j] = round_bf16(__fsub_rn(__fmul_rn(re, c[j]), __fmul_rn(im, sn)));
+        val[2 * j + 1] = round_bf16(__fadd_rn(__fmul_rn(re, sn), __fmul_rn(im, c[j])));
+    }
+    if (kind) {
+        float amax = 0.0f;
+#pragma unroll
+        for (int i = 0; i < PER; ++i) amax = fmaxf(amax, fabsf(val[i]));
+        int group = kind == 3 ? 16 : 32;
+        for (int o = 1; o * PER < group; o <<= 1) amax = fmaxf(amax, __shfl_xor_sync(FULL, amax, o));
+        uint32_t byte, code[PER];
+        if (kind == 1) {
+            byte = fp8_scale(amax);
+            float inv = e8m0_inverse(byte), scale = e8m0_to_f32(byte);
+#pragma unroll
+            for (int i = 0; i < PER; ++i) { code[i] = fp8_code(val[i], inv); val[i] = e4m3_to_f32(code[i]) * scale; }
+            if (codes && row >= 0)
+#pragma unroll
+                for (int i = 0; i < PER; ++i) codes[row * D + d0 + i] = (uint8_t)code[i];
+        } else {
+            float scale = kind == 2 ? fp4_scale_e8m0(amax, byte) : fp4_scale_e4m3(amax, byte);
+#pragma unroll
+            for (int i = 0; i < PER; ++i) { code[i] = fp4_code(val[i], scale); val[i] = e2m1_to_f32(code[i]) * scale; }
+            if (codes && row >= 0)
+#pragma unroll
+                for (int i = 0; i < PER; i += 2) codes[row * (D >> 1) + ((d0 + i) >> 1)] = (uint8_t)(code[i] | code[i + 1] << 4);
+        }
+        if (scales && row >= 0 && d0 % group == 0) scales[row * (D / group) + d0 / group] = (uint8_t)byte;
+    }
+#pragma unroll
+    for (int j = 0; j < PER / 2; ++j) run.w[j] = pack_bf16(val[2 * j], val[2 * j + 1]);
+    if (out) run.store(out + v * D + d0);
+    if (pool && row >= 0) run.store(pool + row * D + d0);
+}
 
 extern "C" __global__ void __launch_bounds__(128) norm_rope_quant(const bf16* x, const bf16* w, const float* cos_t, const float* sin_t, const int32_t* rows,
                                                                   bf16* out, bf16* pool, uint8_t* codes, uint8_t* scales, int T, int H, int D, int rd,
                                                                   float eps, int kind, int inverse) {
     constexpr int PER = 16;
     int64_t v = (int64_t)blockIdx.x * 4 + (threadIdx.x >> 5);
-    int lane = threadIdx.x & 31, n = D >> 5;
+    int lane = threadIdx.x & 31, n = (D + 31) >> 5;
     if (v >= (int64_t)T * H) return;
     int64_t t = v / H;
+    // The usual widths; others column by column below.
+#define WHOLE(N) \
+    if (D == 32 * N) return whole_row<N>(x, w, cos_t, sin_t, out, pool, codes, scales, v, t, rows ? rows[t] : v, rd, eps, kind, inverse);
+    WHOLE(16) WHOLE(8) WHOLE(4) WHOLE(2)
+#undef WHOLE
     float val[PER];
 #pragma unroll
     for (int i = 0; i < PER; ++i)
-        if (i < n) val[i] = __bfloat162float(x[v * D + i * 32 + lane]);
+        if (i < n) val[i] = i * 32 + lane < D ? __bfloat162float(x[v * D + i * 32 + lane]) : 0.0f;
     if (w) {
         double sum = 0.0;
 #pragma unroll
@@ -32,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(128) norm_rope_quant(const bf16* x,
         double r = norm_factor(warp_sum(sum), D, eps);
 #pragma unroll
         for (int i = 0; i < PER; ++i)
-            if (i < n) val[i] = normed(__bfloat162float(w[i * 32 + lane]), val[i], r);
+            if (i < n && i * 32 + lane < D) val[i] = normed(__bfloat162float(w[i * 32 + lane]), val[i], r);
     }
     int64_t row = rows ? rows[t] : v;
 #pragma unroll
@@ -40,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(128) norm_rope_quant(const bf16* x,
         if (i >= n) break;
         int d = i * 32 + lane, p = d - (D - rd);
         float other = __shfl_xor_sync(FULL, val[i], 1);
-        if (p >= 0) {
+        if (p >= 0 && d < D) {
             // Even columns hold the real part: re*c - im*s; odd ones the imaginary part: re*s + im*c.
             float c = cos_t[t * (rd >> 1) + (p >> 1)], s = sin_t[t * (rd >> 1) + (p >> 1)];
             if (inverse) s = -s;
@@ -67,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(128) norm_rope_quant(const bf16* x,
             }
         }
         bf16 b = __float2bfloat16_rn(val[i]);
-        if (out) out[v * D + d] = b;
-        if (pool && row >= 0) pool[row * D + d] = b;
+        if (out && d < D) out[v * D + d] = b;
+        if (pool && row >= 0 && d < D) pool[row * D + d] = b;
     }
 }

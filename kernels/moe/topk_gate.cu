@@ -5,9 +5,11 @@
 // Layout   logits [T, E] f32, bias, bias_vl [E] f32 (bias_vl and image_mask [T] u8 may be null), weights [T, k] f32,
 //          experts [T, k] u32 in selection order. chosen [T, k] u32 or null: replays given experts with own weights
 // Grid     one block of 128 per token, 4*E bytes of dynamic shared memory; E <= 1024, k <= 32
+//          gate_one: the product x [dim] bf16 . w [E, dim] bf16 and the routing of one token, ceil(E/4) blocks of 128, the same shared memory;
+//          workspaces logits [E] f32, counter [1] u32 (zero before the first use)
 // Numerics f32; softplus is x above 20, log1p(exp x) below, as torch; precise expf: one ulp can flip a route
 // Checked  tests_cuda/check.cu, crates/moe/tests
-#include "../common/util.cuh"
+#include "../common/quantise.cuh"
 
 __device__ __forceinline__ float score_of(float x, int func) {
     if (func == 1) return 1.0f / (1.0f + expf(-x));
@@ -20,31 +22,29 @@ __device__ __forceinline__ uint32_t ordered(float v) {
     return u & 0x80000000u ? ~u : u | 0x80000000u;
 }
 
-extern "C" __global__ void __launch_bounds__(128) topk_gate(const float* logits, const float* bias, const float* bias_vl, const uint8_t* image_mask,
-                                                            const uint32_t* chosen, float* weights, uint32_t* experts, int T, int E, int k, int func,
-                                                            float temp, int norm, float route_scale) {
+// Token t of a block of 128: `row` its E logits, `s` room for as many.
+__device__ __forceinline__ void route(const float* row, float* s, const float* bias, const float* bias_vl, const uint8_t* image_mask, const uint32_t* chosen,
+                                      float* weights, uint32_t* experts, int t, int E, int k, int func, float temp, int norm, float route_scale) {
     constexpr int PER = 32;
-    extern __shared__ float s[];
     __shared__ float scratch[32];
-    int t = blockIdx.x, lane = threadIdx.x & 31;
-    const float* row = logits + (int64_t)t * E;
+    int lane = threadIdx.x & 31;
     const float* b = image_mask && bias_vl && image_mask[t] ? bias_vl : bias;
     if (func == 0) {
         float m = -INFINITY, sum = 0.0f;
-        for (int e = threadIdx.x; e < E; e += 128) m = fmaxf(m, row[e] / temp);
+        for (int e = threadIdx.x; e < E; e += 128) m = fmaxf(m, __ldcg(row + e) / temp);
         m = warp_max(m);
         if (lane == 0) scratch[threadIdx.x >> 5] = m;
         __syncthreads();
         m = fmaxf(fmaxf(scratch[0], scratch[1]), fmaxf(scratch[2], scratch[3]));
         for (int e = threadIdx.x; e < E; e += 128) {
-            s[e] = expf(row[e] / temp - m);
+            s[e] = expf(__ldcg(row + e) / temp - m);
             sum += s[e];
         }
         sum = block_sum(sum, scratch);
         for (int e = threadIdx.x; e < E; e += 128) s[e] /= sum;
     } else {
 #pragma unroll 1
-        for (int e = threadIdx.x; e < E; e += 128) s[e] = score_of(row[e] / temp, func);
+        for (int e = threadIdx.x; e < E; e += 128) s[e] = score_of(__ldcg(row + e) / temp, func);
     }
     __syncthreads();
     if (threadIdx.x >= 32) return;
@@ -86,4 +86,55 @@ extern "C" __global__ void __launch_bounds__(128) topk_gate(const float* logits,
         weights[(int64_t)t * k + lane] = mine_w * route_scale;
         experts[(int64_t)t * k + lane] = mine_e;
     }
+}
+
+extern "C" __global__ void __launch_bounds__(128) topk_gate(const float* logits, const float* bias, const float* bias_vl, const uint8_t* image_mask,
+                                                            const uint32_t* chosen, float* weights, uint32_t* experts, int T, int E, int k, int func,
+                                                            float temp, int norm, float route_scale) {
+    extern __shared__ float s[];
+    int t = blockIdx.x;
+    route(logits + (int64_t)t * E, s, bias, bias_vl, image_mask, chosen, weights, experts, t, E, k, func, temp, norm, route_scale);
+}
+
+// A warp a row of the gate, four rows a block; the block that ends last routes.
+extern "C" __global__ void __launch_bounds__(128) gate_one(const bf16* x, const bf16* w, const float* bias, const float* bias_vl, const uint8_t* image_mask,
+                                                           float* logits, uint32_t* counter, float* weights, uint32_t* experts, int dim, int E, int k, int func,
+                                                           float temp, int norm, float route_scale) {
+    constexpr int AHEAD = 10;
+    extern __shared__ float s[];
+    __shared__ bool last;
+    int lane = threadIdx.x & 31, e = blockIdx.x * 4 + (threadIdx.x >> 5), units = dim >> 3;
+    if (e < E) {
+        const uint4 *row = reinterpret_cast<const uint4*>(w) + (int64_t)e * units, *xs = reinterpret_cast<const uint4*>(x);
+        float sum[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+        for (int u0 = lane; u0 < units; u0 += 32 * AHEAD) {
+            uint4 a[AHEAD], b[AHEAD];
+#pragma unroll
+            for (int i = 0; i < AHEAD; ++i) {
+                int u = u0 + 32 * i;
+                a[i] = u < units ? load_stream(row + u) : make_uint4(0, 0, 0, 0);
+                b[i] = u < units ? xs[u] : make_uint4(0, 0, 0, 0);
+            }
+#pragma unroll
+            for (int i = 0; i < AHEAD; ++i) {
+                float p[8], q[8];
+                unpack8(a[i], p);
+                unpack8(b[i], q);
+#pragma unroll
+                for (int j = 0; j < 8; ++j) sum[j] += p[j] * q[j];
+            }
+        }
+        float v = warp_sum(((sum[0] + sum[4]) + (sum[2] + sum[6])) + ((sum[1] + sum[5]) + (sum[3] + sum[7])));
+        if (lane == 0) logits[e] = v;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        // One fence for the block: it covers what the barrier above made visible to this thread.
+        __threadfence();
+        last = atomicInc(counter, gridDim.x - 1) == gridDim.x - 1;
+    }
+    __syncthreads();
+    if (!last) return;
+    __threadfence();
+    route(logits, s, bias, bias_vl, image_mask, nullptr, weights, experts, 0, E, k, func, temp, norm, route_scale);
 }

@@ -136,11 +136,12 @@ impl Attention {
     /// As [`Attention::forward`].
     pub fn prepare(&self, xs: &Tensor, ropes: &RopeTables) -> Result<Prepared> {
         let table = self.table(ropes);
-        let (qr, q) = self.core.queries(xs, table)?;
-        let index = self.indexer.as_ref().map(|own| own.query(xs, &qr, table));
+        let ((qr, q), kv) = self.core.queries_and_kv(xs, table)?;
+        let index = self.indexer.as_ref();
+        let index = index.map(|own| own.query_for(xs, &qr, table));
         let entries = self.compressor.as_ref().map(|own| own.project(xs));
         Ok(Prepared {
-            kv: self.core.kv_rows(xs, table)?,
+            kv,
             q,
             index: index.transpose()?,
             entries: entries.transpose()?,

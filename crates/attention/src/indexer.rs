@@ -12,6 +12,7 @@ use crate::config::{AttentionConfig, CandidateRole, IndexConfig};
 use crate::index_keys::{IndexKeySource, Scored, score_per_token};
 use crate::ops::{CandidateBlocks, TopkIdxs, Visible, Wanted, select_rows};
 use crate::plan::CompressPlan;
+use crate::projections::QueryLatent;
 use crate::rows::{RowQuant, finish_rows};
 use crate::runtime::SharedAttentionRuntime;
 
@@ -81,8 +82,18 @@ impl Indexer {
     /// # Errors
     /// Shapes that do not fit.
     pub fn query(&self, xs: &Tensor, qr: &Tensor, table: &RopeTable) -> Result<IndexQuery> {
+        self.query_for(xs, &QueryLatent::new(qr.clone()), table)
+    }
+
+    /// [`Indexer::query`] of a latent that may be quantised already.
+    pub(crate) fn query_for(
+        &self,
+        xs: &Tensor,
+        qr: &QueryLatent,
+        table: &RopeTable,
+    ) -> Result<IndexQuery> {
         let heads = (xs.dims()[0], self.cfg.n_heads, self.cfg.head_dim);
-        let q = self.wq_b.forward(qr)?.reshape(heads)?;
+        let q = qr.through(&self.wq_b)?.reshape(heads)?;
         Ok(IndexQuery {
             q: finish_rows(&q, None, table, RowQuant::Index)?,
             weights: scale_bf16(&self.weights_proj.forward(xs)?, self.weight_scale)?,

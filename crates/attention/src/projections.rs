@@ -7,9 +7,43 @@ use deepseek_v41_core::{
     Comm, Error, Result, RmsNorm, RopeTable, Shard, StoredDtype, VarBuilder, apply_rope,
 };
 use deepseek_v41_quant::{ColumnParallelLinear, GroupedLinear, Linear, RowParallelLinear};
+#[cfg(feature = "cuda")]
+use deepseek_v41_quant::{
+    cuda::{Activation, quantised},
+    shared_input::{Joined, norm_activation},
+};
 
 use crate::config::AttentionConfig;
 use crate::rows::{RowQuant, finish_rows};
+
+/// The query latent of a step's tokens.
+#[derive(Debug, Clone)]
+pub(crate) struct QueryLatent {
+    /// `[T, q_lora_rank]` bf16.
+    pub(crate) values: Tensor,
+    /// What a GPU's quantised products take for it.
+    #[cfg(feature = "cuda")]
+    coded: Option<Activation>,
+}
+
+impl QueryLatent {
+    pub(crate) fn new(values: Tensor) -> Self {
+        Self {
+            values,
+            #[cfg(feature = "cuda")]
+            coded: None,
+        }
+    }
+
+    /// `layer` of it.
+    pub(crate) fn through(&self, layer: &Linear) -> Result<Tensor> {
+        #[cfg(feature = "cuda")]
+        if let Some(coded) = &self.coded {
+            return quantised(layer, coded);
+        }
+        layer.forward(&self.values)
+    }
+}
 
 #[derive(Debug)]
 pub(crate) struct Projections {
@@ -17,6 +51,9 @@ pub(crate) struct Projections {
     q_norm: RmsNorm,
     wq_b: ColumnParallelLinear,
     wkv: Linear,
+    /// `wq_a` and `wkv`, where a GPU multiplies both at once.
+    #[cfg(feature = "cuda")]
+    joined: Option<Joined>,
     kv_norm: RmsNorm,
     /// `[heads of this rank]` f32.
     pub(crate) attn_sink: Tensor,
@@ -54,8 +91,14 @@ impl Projections {
         let o_in = n_heads * head_dim / cfg.o_groups;
         let o_mid = cfg.o_groups * cfg.o_lora_rank;
         let norm = |name, width| RmsNorm::new(width, cfg.norm_eps, vb.pp(name));
+        let linear = |name, width| Linear::new(dim, width, linear_format, vb.pp(name));
+        let (wq_a, wkv) = (linear("wq_a", q_lora_rank)?, linear("wkv", head_dim)?);
+        #[cfg(feature = "cuda")]
+        let (mut wq_a, mut wkv) = (wq_a, wkv);
         Ok(Self {
-            wq_a: Linear::new(dim, q_lora_rank, linear_format, vb.pp("wq_a"))?,
+            #[cfg(feature = "cuda")]
+            joined: Joined::new(&mut [&mut wq_a, &mut wkv])?,
+            wq_a,
             q_norm: norm("q_norm", q_lora_rank)?,
             wq_b: ColumnParallelLinear::new(
                 q_lora_rank,
@@ -64,7 +107,7 @@ impl Projections {
                 &comm,
                 vb.pp("wq_b"),
             )?,
-            wkv: Linear::new(dim, head_dim, linear_format, vb.pp("wkv"))?,
+            wkv,
             kv_norm: norm("kv_norm", head_dim)?,
             attn_sink: sink.to_tensor(vb.device())?,
             scale: (head_dim as f64).powf(-0.5) as f32,
@@ -81,26 +124,63 @@ impl Projections {
         })
     }
 
-    /// `xs: [T, dim]` → the query latent `[T, q_lora_rank]` and the rotated heads `[T, H, head_dim]`.
-    pub(crate) fn queries(&self, xs: &Tensor, table: &RopeTable) -> Result<(Tensor, Tensor)> {
+    /// `xs: [T, dim]` → the query latent and the rotated heads `[T, H, head_dim]`.
+    pub(crate) fn queries(&self, xs: &Tensor, table: &RopeTable) -> Result<(QueryLatent, Tensor)> {
         let qr = self.q_norm.forward(&self.wq_a.forward(xs)?)?;
-        let q = self
-            .wq_b
-            .forward(&qr)?
-            .reshape((xs.dims()[0], self.heads, self.head_dim))?;
-        let q = apply_rope(&q, table, false)?;
-        Ok((qr, q))
+        self.heads(QueryLatent::new(qr), table)
+    }
+
+    fn heads(&self, qr: QueryLatent, table: &RopeTable) -> Result<(QueryLatent, Tensor)> {
+        let shape = (qr.values.dims()[0], self.heads, self.head_dim);
+        let q = qr.through(self.wq_b.linear())?.reshape(shape)?;
+        Ok((qr, apply_rope(&q, table, false)?))
     }
 
     /// `xs: [T, dim]` → window KV rows `[T, head_dim]`, rounded as the cache keeps them.
     pub(crate) fn kv_rows(&self, xs: &Tensor, table: &RopeTable) -> Result<Tensor> {
+        self.finish_kv(&self.wkv.forward(xs)?, table)
+    }
+
+    fn finish_kv(&self, kv: &Tensor, table: &RopeTable) -> Result<Tensor> {
         // The whole vector is rounded, its rotated tail included.
-        finish_rows(
-            &self.wkv.forward(xs)?,
-            Some(&self.kv_norm),
-            table,
-            RowQuant::Window,
-        )
+        finish_rows(kv, Some(&self.kv_norm), table, RowQuant::Window)
+    }
+
+    /// [`queries`](Self::queries) and [`kv_rows`](Self::kv_rows) with what they share made once.
+    pub(crate) fn queries_and_kv(
+        &self,
+        xs: &Tensor,
+        table: &RopeTable,
+    ) -> Result<((QueryLatent, Tensor), Tensor)> {
+        #[cfg(feature = "cuda")]
+        if let Some(joined) = &self.joined {
+            return self.joined_queries_and_kv(joined, xs, table);
+        }
+        Ok((self.queries(xs, table)?, self.kv_rows(xs, table)?))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn joined_queries_and_kv(
+        &self,
+        joined: &Joined,
+        xs: &Tensor,
+        table: &RopeTable,
+    ) -> Result<((QueryLatent, Tensor), Tensor)> {
+        let input = Activation::new(xs)?;
+        let both = joined.forward(&input)?;
+        let (a, kv) = match both.as_deref() {
+            Some([a, kv]) => (a.clone(), kv.clone()),
+            _ => (
+                quantised(&self.wq_a, &input)?,
+                quantised(&self.wkv, &input)?,
+            ),
+        };
+        let (values, coded) = norm_activation(&a, &self.q_norm)?;
+        let qr = QueryLatent {
+            values,
+            coded: Some(coded),
+        };
+        Ok((self.heads(qr, table)?, self.finish_kv(&kv, table)?))
     }
 
     /// Attention's result `o: [T, H, head_dim]` → `[T, dim]`.

@@ -192,6 +192,60 @@ proptest! {
     }
 }
 
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(128))]
+
+    /// A plan for kernels lists the rows of one for the CPU, in lists that may be wider, and says the
+    /// same about groups and spans in the kernels' own terms.
+    #[test]
+    fn plans_for_kernels_list_the_same((g, specs, ratio) in chunks()) {
+        let cpu = AttnPlan::new(&specs, &g, &[ratio], &CPU).unwrap();
+        let kernels = AttnPlan::on_host(&specs, &g, &[ratio], true).unwrap();
+        for (a, b) in rows(&cpu.window.ring_idxs).iter().zip(rows(&kernels.window.ring_idxs)) {
+            prop_assert_eq!(&b[..a.len()], &a[..]);
+            prop_assert!(b[a.len()..].iter().all(|&i| i == -1));
+        }
+        prop_assert_eq!(rows(&cpu.window.present_idxs), rows(&kernels.window.present_idxs));
+        let (a, b) = (&cpu.compress[0], &kernels.compress[0]);
+        prop_assert!(a.kernel_rows.is_none() && a.columns == a.max_visible);
+        prop_assert!(b.columns >= b.max_visible && b.max_visible == a.max_visible);
+        let own = b.kernel_rows.as_ref().unwrap();
+        let spans: Vec<Vec<i32>> =
+            a.spans.iter().map(|s| vec![s.base as i32, s.visible as i32]).collect();
+        prop_assert_eq!(rows(&own.spans), spans);
+        let sources: Vec<i32> = own.sources.to_vec1().unwrap();
+        let wanted = a.group_src.iter().map(|&src| match src {
+            0.. => src,
+            // Entry p of the open groups is half-width row 2p, named as -2 - 2p.
+            _ => -2 - 2 * (-1 - src),
+        });
+        prop_assert!(sources.into_iter().map(i64::from).eq(wanted));
+    }
+}
+
+/// Steps of one token of whatever position have the same shapes, as long as as many groups end in them
+/// and the visible rows stay below the same power of two.
+#[test]
+fn decode_plans_repeat() {
+    let g = geometry(8, 2, 4096, 1);
+    let shapes = |start: u32| {
+        let plan = AttnPlan::on_host(&[chunk(0, start, 1)], &g, &[2], true).unwrap();
+        let mut shapes = vec![vec![plan.compress[0].columns as usize]];
+        let mapped = plan.map(&mut |tensor| {
+            shapes.push(tensor.dims().to_vec());
+            Ok(tensor.clone())
+        });
+        assert_eq!(mapped.unwrap().positions, plan.positions);
+        shapes
+    };
+    for start in [0, 2, 6, 60, 126] {
+        assert_eq!(shapes(start), shapes(0), "position {start}");
+        assert_eq!(shapes(start + 1), shapes(1), "position {}", start + 1);
+    }
+    assert_ne!(shapes(0), shapes(1));
+    assert_ne!(shapes(0), shapes(130));
+}
+
 #[test]
 fn empty_steps_plan_to_nothing() {
     let g = geometry(7, 2, 32, 2);

@@ -238,14 +238,19 @@ pub(crate) fn mixes(
     if c == FUSED_COPIES {
         return Ok(step(stream, None, None, weights, p, norm_eps)?.coef);
     }
-    // Other numbers of copies, which no released model has: candle's own operations.
+    // Other numbers of copies, which no released model has: candle's own operations, in f64 as on the CPU.
     let w = on_device(weights)?;
-    let x = stream.reshape((t, c * dim))?.to_dtype(DType::F32)?;
+    let x = stream
+        .reshape((t, c * dim))?
+        .to_dtype(DType::F32)?
+        .to_dtype(DType::F64)?;
     let rstd = (x.sqr()?.mean_keepdim(1)? + f64::from(norm_eps))?
         .sqrt()?
         .recip()?;
-    let mixes = x.matmul(&w.func.t()?)?.broadcast_mul(&rstd)?;
-    sinkhorn(&mixes, &w.scale, &w.base, p)
+    let func = w.func.to_dtype(DType::F64)?;
+    let mixes = x.matmul(&func.t()?)?.broadcast_mul(&rstd)?;
+    // Mixes are f32 before they become coefficients.
+    sinkhorn(&mixes.to_dtype(DType::F32)?, &w.scale, &w.base, p)
 }
 
 /// [`split_sinkhorn`](crate::split_sinkhorn()), packed.
@@ -278,6 +283,8 @@ pub(crate) fn split_sinkhorn(
 fn sinkhorn(mixes: &Tensor, scale: &Tensor, base: &Tensor, p: SinkhornParams) -> Result<Tensor> {
     let (c, eps) = (p.hc_mult, f64::from(p.eps));
     let t = mixes.dim(0)?;
+    let wide = |x: &Tensor| x.to_dtype(DType::F64);
+    let (mixes, scale, base) = (&wide(mixes)?, &wide(scale)?, &wide(base)?);
     let part = |i: usize, start: usize, len: usize| -> Result<Tensor> {
         let m = mixes
             .narrow(1, start, len)?
@@ -296,7 +303,8 @@ fn sinkhorn(mixes: &Tensor, scale: &Tensor, base: &Tensor, p: SinkhornParams) ->
         }
         comb = comb.broadcast_div(&(comb.sum_keepdim(1)? + eps)?)?;
     }
-    Ok(Tensor::cat(&[&pre, &post, &comb.reshape((t, c * c))?], 1)?)
+    let all = Tensor::cat(&[&pre, &post, &comb.reshape((t, c * c))?], 1)?;
+    Ok(all.to_dtype(DType::F32)?)
 }
 
 /// `stream: [T, C, dim]` bf16 and `pre: [T, C]` f32 (`None`: the mean) → `[T, dim]` bf16.

@@ -31,6 +31,8 @@ pub(crate) struct DeviceGate {
     /// `[E]` f32.
     bias: Tensor,
     bias_vl: Option<Tensor>,
+    /// `[1]` u32, zero between launches.
+    counter: Tensor,
 }
 
 impl DeviceGate {
@@ -50,6 +52,7 @@ impl DeviceGate {
         Ok(Some(Self {
             weight: Tensor::from_raw_buffer(weight, DType::BF16, &[e, dim], device)?,
             bias: f32s(bias)?,
+            counter: Tensor::zeros(1, DType::U32, device)?,
             bias_vl: bias_vl.map(f32s).transpose()?,
         }))
     }
@@ -62,10 +65,89 @@ impl DeviceGate {
         chosen: Option<&Tensor>,
         p: GateParams,
     ) -> Result<Routing> {
-        let logits = quant::wide_product(xs, &self.weight)?;
         let mask = image_mask.filter(|_| self.bias_vl.is_some());
+        if xs.dim(0)? == 1 && chosen.is_none() {
+            return self.route_one(xs, mask, p);
+        }
+        let logits = quant::wide_product(xs, &self.weight)?;
         topk_gate(&logits, &self.bias, self.bias_vl.as_ref(), mask, chosen, p)
     }
+}
+
+impl DeviceGate {
+    /// One token, product and choice in one launch.
+    fn route_one(
+        &self,
+        xs: &Tensor,
+        image_mask: Option<&Tensor>,
+        p: GateParams,
+    ) -> Result<Routing> {
+        const OP: &str = "gate_one";
+        let dev = device(xs)?;
+        let (e, dim) = self.weight.dims2()?;
+        let k = p.n_activated;
+        check_gate(OP, e, k)?;
+        let rule = "widths of multiples of 8";
+        supported(dim.is_multiple_of(8), OP, dim, rule)?;
+        let (xs, mask) = (
+            xs.contiguous()?,
+            image_mask.map(Tensor::contiguous).transpose()?,
+        );
+        let logits = Out::<f32>::new(dev, e)?;
+        let weights = Out::<f32>::new(dev, k)?;
+        let experts = Out::<u32>::new(dev, k)?;
+        let launch = Launch::new(dev, kernels::TOPK_GATE, "gate_one")
+            .ptr(Held::new(&xs, OP).ptr::<bf16>()?)
+            .ptr(Held::new(&self.weight, OP).ptr::<bf16>()?)
+            .ptr(Held::new(&self.bias, OP).ptr::<f32>()?)
+            .maybe(
+                self.bias_vl
+                    .as_ref()
+                    .map(|b| Held::new(b, OP).ptr::<f32>())
+                    .transpose()?,
+            )
+            .maybe(
+                mask.as_ref()
+                    .map(|m| Held::new(m, OP).ptr::<u8>())
+                    .transpose()?,
+            )
+            .ptr(logits.ptr())
+            .ptr(Held::new(&self.counter, OP).ptr::<u32>()?)
+            .ptr(weights.ptr())
+            .ptr(experts.ptr())
+            .int(dim)
+            .int(e)
+            .int(k)
+            .int(func(p.score_func))
+            .f32(p.gate_temp)
+            .int(usize::from(p.norm_topk_prob))
+            .f32(p.route_scale);
+        // SAFETY: an input of `dim`, E rows of it, biases [E], the rest [k]; the counter is zero, as every
+        // launch leaves it, and launches are ordered by the stream.
+        unsafe { launch.launch((e.div_ceil(4), 1, 1), 128, 4 * e)? };
+        Ok(Routing {
+            weights: weights.into_tensor((1, k))?,
+            experts: experts.into_tensor((1, k))?,
+        })
+    }
+}
+
+/// As the kernels of the gate number them.
+fn func(score: ScoreFunc) -> usize {
+    match score {
+        ScoreFunc::Softmax => 0,
+        ScoreFunc::Sigmoid => 1,
+        ScoreFunc::SqrtSoftplus => 2,
+    }
+}
+
+fn check_gate(op: &str, e: usize, k: usize) -> Result<()> {
+    supported(
+        e <= 1024 && k <= 32,
+        op,
+        format!("{k} of {e} experts"),
+        "up to 32 of 1024",
+    )
 }
 
 /// `logits: [T, E]` f32 → routing; the operands of [`crate::topk_gate`] and those of a whole gate.
@@ -84,17 +166,7 @@ pub(crate) fn topk_gate(
         Some(chosen) => chosen.dim(1)?,
         None => p.n_activated,
     };
-    supported(
-        e <= 1024 && k <= 32,
-        OP,
-        format!("{k} of {e} experts"),
-        "up to 32 of 1024",
-    )?;
-    let func = match p.score_func {
-        ScoreFunc::Softmax => 0,
-        ScoreFunc::Sigmoid => 1,
-        ScoreFunc::SqrtSoftplus => 2,
-    };
+    check_gate(OP, e, k)?;
     let weights = Out::<f32>::new(dev, t * k)?;
     let experts = Out::<u32>::new(dev, t * k)?;
     let own = |xs: Option<&Tensor>| xs.map(Tensor::contiguous).transpose();
@@ -119,7 +191,7 @@ pub(crate) fn topk_gate(
         .int(t)
         .int(e)
         .int(k)
-        .int(func)
+        .int(func(p.score_func))
         .f32(p.gate_temp)
         .int(usize::from(p.norm_topk_prob))
         .f32(p.route_scale);
@@ -524,7 +596,14 @@ fn input(format: WeightFormat, xs: &Tensor) -> Result<Activation> {
 fn expert(expert: &Expert, xs: &Activation) -> Result<Tensor> {
     const OP: &str = "swiglu";
     let [w1, w2, w3] = Expert::LINEARS.map(|part| part(expert));
-    let (gate, up) = (quant::quantised(w1, xs)?, quant::quantised(w3, xs)?);
+    let both = match expert.joined() {
+        Some(joined) => joined.forward(xs)?,
+        None => None,
+    };
+    let (gate, up) = match both.as_deref() {
+        Some([gate, up]) => (gate.clone(), up.clone()),
+        _ => (quant::quantised(w1, xs)?, quant::quantised(w3, xs)?),
+    };
     let dev = device(&gate)?;
     let inter = w1.out_dim();
     supported(

@@ -9,6 +9,8 @@ use half::bf16;
 use crate::cuda::DeviceExperts;
 use crate::gate::Routes;
 use crate::{MoeConfig, group_tokens, swiglu_ref};
+#[cfg(feature = "cuda")]
+use deepseek_v41_quant::shared_input::Joined;
 
 /// One SwiGLU feed-forward network.
 #[derive(Debug, Clone)]
@@ -17,6 +19,9 @@ pub struct Expert {
     w2: Linear,
     w3: Linear,
     limit: f32,
+    /// `w1` and `w3`, where a GPU multiplies both at once.
+    #[cfg(feature = "cuda")]
+    joined: Option<Joined>,
 }
 
 impl Expert {
@@ -31,7 +36,21 @@ impl Expert {
             w2: Linear::new(inter, dim, format, vb.pp("w2"))?,
             w3: Linear::new(dim, inter, format, vb.pp("w3"))?,
             limit: cfg.swiglu_limit,
+            #[cfg(feature = "cuda")]
+            joined: None,
         })
+    }
+
+    /// The expert with `w1` and `w3` end to end on a GPU.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn join(mut self) -> Result<Self> {
+        self.joined = Joined::new(&mut [&mut self.w1, &mut self.w3])?;
+        Ok(self)
+    }
+
+    #[cfg(feature = "cuda")]
+    pub(crate) fn joined(&self) -> Option<&Joined> {
+        self.joined.as_ref()
     }
 
     /// `xs`, `out: [m, dim]`. `weights: [m]` multiply the activations before they are rounded and

@@ -44,10 +44,13 @@ impl Moe {
             return Err(Error::config("n_routed_experts", reason));
         }
         let local = cfg.n_routed / ranks;
+        let shared = Expert::new(cfg, cfg.shared_format, vb.pp("shared_experts"))?;
+        #[cfg(feature = "cuda")]
+        let shared = shared.join()?;
         Ok(Self {
             gate,
             experts: Experts::new(cfg, rank * local..(rank + 1) * local, vb.pp("experts"))?,
-            shared: Expert::new(cfg, cfg.shared_format, vb.pp("shared_experts"))?,
+            shared,
             comm,
             n_routed: cfg.n_routed,
             same_values: quantises(cfg.expert_format) == quantises(cfg.shared_format),

@@ -406,7 +406,7 @@ const FEW_NAMES: [[&str; 3]; 3] = [
 ];
 
 /// fp8 weights and few tokens on Hopper: codes go to the tensor core as they are.
-fn few_product(
+pub(crate) fn few_product(
     values: &Tensor,
     codes: &Tensor,
     scales: &Tensor,

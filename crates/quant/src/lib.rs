@@ -9,6 +9,8 @@ mod linear;
 mod load;
 pub mod ops;
 mod parallel;
+#[cfg(feature = "cuda")]
+pub mod shared_input;
 mod weight;
 
 pub use formats::{e2m1, e4m3, e8m0};

@@ -95,10 +95,10 @@ pub fn norm_rope_quant(
     let d = xs.dim(D::Minus1)?;
     let t = xs.dims()[0];
     supported(
-        d.is_multiple_of(32) && d <= 512,
+        d.is_multiple_of(if kind == RowKind::Plain { 2 } else { 32 }) && d <= 512,
         OP,
         d,
-        "row widths of multiples of 32 up to 512",
+        "even row widths up to 512, to be rounded of multiples of 32",
     )?;
     let xs = xs.contiguous()?;
     let heads = xs.elem_count() / (t * d).max(1);
