@@ -63,6 +63,27 @@ fn missing_extra_misshaped_and_mistyped_tensors_are_four_errors() {
     assert!(err.contains(name) && err.contains("dtype"), "{err}");
 }
 
+/// A part that may be left out is left out as a whole.
+#[test]
+fn a_tower_that_is_loaded_in_part_is_refused() {
+    let mut more = tensors();
+    let names = ["vision.norm.weight", "aligner.w1.weight", "image_end"];
+    more.extend(names.map(|name| RawTensor {
+        name: name.into(),
+        ..tensors()[0].clone()
+    }));
+    load(more.clone()).unwrap();
+    let weights = Weights::from_raw(more);
+    let vb = weights.var_builder(&Device::Cpu);
+    Transformer::new(&config(), None, vb).unwrap();
+    weights.get("aligner.w1.weight").unwrap();
+    let err = refuse_unexpected(&weights).unwrap_err().to_string();
+    assert!(
+        err.contains("image_end") && err.contains("not part of"),
+        "{err}"
+    );
+}
+
 #[test]
 fn the_order_of_tensors_does_not_matter() {
     let mut reversed = tensors();
