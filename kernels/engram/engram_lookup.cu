@@ -2,7 +2,7 @@
 //
 // Maths    out = bf16(e4m3(code) * 2^(scale - 127)) (exact); rows of another rank's shard read as 0
 // Layout   hash [T, ld_hash] u32, its first `cols` columns used; codes [rows, hd] u8, scales [rows, hd/32] u8 (device
-//          pointers, or the device addresses of pinned host memory); out [T, cols*hd] bf16
+//          pointers, or the device addresses of pinned host memory, of any alignment); out [T, cols*hd] bf16
 // Grid     hd/16 lanes per row: block 64, ceil(T*cols*(hd/16) / 64) blocks; hd a multiple of 32
 // Numerics exact
 // Checked  tests_cuda/check.cu, crates/engram/tests
@@ -16,7 +16,19 @@ extern "C" __global__ void __launch_bounds__(64) engram_lookup(const uint32_t* h
     uint4 c = make_uint4(0, 0, 0, 0);
     uint32_t s = 127;
     if (row < rows) {
-        c = load_stream(codes + row * hd + u * 16);
+        const uint8_t* from = codes + row * hd + u * 16;
+        // A table in a mapped file begins where the file has it; one in GPU memory is aligned.
+        if (((uintptr_t)from & 15) == 0) {
+            c = load_stream(from);
+        } else if (((uintptr_t)from & 7) == 0) {
+            uint2 lo = __ldg(reinterpret_cast<const uint2*>(from)), hi = __ldg(reinterpret_cast<const uint2*>(from) + 1);
+            c = make_uint4(lo.x, lo.y, hi.x, hi.y);
+        } else {
+            uint32_t v[4] = {0, 0, 0, 0};
+#pragma unroll
+            for (int j = 0; j < 16; ++j) v[j >> 2] |= (uint32_t)__ldg(from + j) << (8 * (j & 3));
+            c = make_uint4(v[0], v[1], v[2], v[3]);
+        }
         s = scales[row * (hd >> 5) + (u >> 1)];
     }
     float f = e8m0_to_f32(s);

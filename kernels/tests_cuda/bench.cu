@@ -20,7 +20,7 @@ static void bench_linear_small() {
             auto xc = rand_u8((size_t)M * K, 1), xs = rand_u8((size_t)M * K / 32, 2);
             int m = M <= 8 ? 8 : 16, fm = M == 1 ? 1 : m;
             for (int ks : {1, 2, 4, 8}) {
-                size_t g = 4 * (((K + 127) / 128 + ks - 1) / ks), smem = 4 * 18432 + g * (36 * fm + 16) + 128;
+                size_t g = 4 * (((K + 127) / 128 + ks - 1) / ks), smem = 4 * 18432 + g * (36 * fm + 16) + std::max(128, 16 * fm);
                 if (smem > 200000) continue;
                 double us = graph_us([&](int i) {
                     launch(fmt("quant/fp8_few_sm90:fp8_few_k%d_m%d", ks, fm), dim3((N + 127) / 128 * ks), 256, smem, xc.p, xs.p, ws[i % n].p, ss[i % n].p, y.p, M, N, K);
@@ -79,37 +79,19 @@ static void bench_experts() {
         for (int i = 0; i < sets; ++i) grp(i);
         auto xc = rand_u8((size_t)T * dim, 1), xs = rand_u8((size_t)T * dim / 32, 2);
         Dev<uint8_t> hc((size_t)P * inter), hs((size_t)P * inter / 32);
-        auto few_smem = [](int K, bool one) {
-            size_t g = (K / 32 + 7) / 8 * 8;
-            return g * (one ? 36 : 288) + 128 + (one ? 5 : 3) * 18432;
-        };
-        Dev<uint32_t> counter(80);
-        counter.zero();
-        auto fup = [&](int i) {
-            if (T == 1)
-                launch("moe/experts_few_sm90:experts_one_up", dim3(inter / 64, k), 256, few_smem(dim, true), xc.p, xs.p, ex[i].p, wt.p, w1.p, s1.p, w3.p, s3.p, hc.p, hs.p, dim, inter, 0u, E, 10.0f);
-            else
-                launch("moe/experts_few_sm90:experts_few_up", dim3(inter / 64, max_tiles), 256, few_smem(dim, false), xc.p, xs.p, order[i].p, tiles[i].p, count[i].p, wt.p, w1.p, s1.p, w3.p, s3.p,
-                       hc.p, hs.p, dim, inter, k, 10.0f);
-        };
-        auto fdown = [&](int i) {
-            if (T == 1)
-                launch("moe/experts_few_sm90:experts_one_down", dim3(dim / 128, k), 256, few_smem(inter, true), hc.p, hs.p, ex[i].p, w2.p, s2.p, y.p, (bf16*)nullptr, out.p, counter.p, dim, inter, 0u, E);
-            else
-                launch("moe/experts_few_sm90:experts_few_down", dim3(dim / 128, max_tiles), 256, few_smem(inter, false), hc.p, hs.p, tiles[i].p, count[i].p, w2.p, s2.p, y.p, dim, inter);
-        };
         double b = (double)used * (wb + sb), fl = 2.0 * P * inter * dim;
         row("group_tokens", fmt("T%d", T), graph_us([&](int i) { grp(i % sets); }), 4.0 * P, 0);
         row("experts_up", fmt("T%d, %d experts", T, used), graph_us([&](int i) { up(i % sets); }), 2 * b, 2 * fl);
         row("experts_down", fmt("T%d", T), graph_us([&](int i) { down(i % sets); }), b, fl);
-        row("experts_few_up", fmt("T%d", T), graph_us([&](int i) { fup(i % sets); }), 2 * b, 2 * fl);
-        row("experts_few_down", fmt("T%d", T), graph_us([&](int i) { fdown(i % sets); }), b, fl);
-        row("experts_few all", fmt("T%d", T), graph_us([&](int i) {
-            if (T > 1) grp(i % sets);
-            fup(i % sets);
-            fdown(i % sets);
-            if (T > 1) comb(i % sets);
-        }), 3 * b, 3 * fl);
+        if (T == 1) {
+            Dev<uint32_t> turns(2 + dim / 128);
+            turns.zero();
+            for (int grid : {264, 132})
+                row("experts_one", fmt("grid %d", grid), graph_us([&](int i) {
+                    launch_cooperative("moe/experts_one_sm90:experts_one", dim3(grid), 256, 4 * 17408 + dim / 32 * 36, xc.p, xs.p, ex[i % sets].p, wt.p, w1.p, s1.p, w3.p, s3.p, w2.p, s2.p, hc.p,
+                                       hs.p, y.p, (bf16*)nullptr, out.p, turns.p, dim, inter, k, 0u, E, 10.0f);
+                }), 3 * b, 3 * fl);
+        }
         row("experts all", fmt("T%d", T), graph_us([&](int i) { grp(i % sets); up(i % sets); down(i % sets); comb(i % sets); }), 3 * b, 3 * fl);
     }
 }
@@ -154,6 +136,11 @@ static void bench_index() {
             launch("attention/index_scores:index_scores_fp4", dim3(g, 1), 256, 4 * 2064, q.p, w.p, codes[i % 6].p, scales[i % 6].p, span.p, (int*)nullptr, keys.p, 1, H, D, n, (int64_t)n, 1, 0, 8);
         });
         row("index_scores fp4", fmt("T1 512K grid %d", g), us, 68.0 * n + 2.0 * n, 2.0 * H * D * n);
+        Dev<bf16> coded(H * D);
+        launch("quant/fake_quant_fp4", dim3(H * D / 256), 256, 0, q.p, coded.p, (uint8_t*)nullptr, (uint8_t*)nullptr, (int64_t)H * D, 32);
+        CUDA(cudaDeviceSynchronize());
+        us = graph_us([&](int i) { launch("attention/index_scores_sm90", dim3(g, 1), 256, 4096 + 8 * 4 * 2176, coded.p, w.p, codes[i % 6].p, scales[i % 6].p, span.p, keys.p, 1, n, (int64_t)n); });
+        row("index_scores_sm90", fmt("T1 512K grid %d", g), us, 68.0 * n + 2.0 * n, 2.0 * H * D * n);
     }
     Dev<uint32_t> hist(2048), part(64 * 33), header(2);
     hist.zero();
@@ -171,10 +158,10 @@ static void bench_index() {
 }
 
 static void bench_hc() {
-    int dim = 5120, slices = 40;
-    for (int T : {1, 4, 64, 4096}) {
+    int dim = 5120;
+    for (int T : {1, 4, 64, 256, 4096}) {
         if (g_size && T != g_size) continue;
-        int sets = T == 4096 ? 1 : 8, per = T <= 4 ? 1 : T <= 64 ? 8 : 64, groups = (T + per - 1) / per;
+        int sets = T == 4096 ? 1 : 8, per = T <= 4 ? 1 : 8, groups = (T + per - 1) / per, slices = T == 1 ? 80 : 40;
         bool one = T <= 4;
         auto x = rand_bf16((size_t)T * dim), res = rand_bf16((size_t)T * 4 * dim), w = rand_bf16(dim);
         auto fn = make<Dev<float>>(sets, [&] { return rand_f32((size_t)24 * 4 * dim, 0.05f); });
@@ -183,22 +170,32 @@ static void bench_hc() {
         Dev<float> coef((size_t)T * 24), part((size_t)T * slices * 32);
         Dev<uint32_t> cnt(groups);
         cnt.zero();
-        double us = graph_us([&](int i) {
-            launch("hyperconn/hc_step", dim3(slices, groups), 256, 0, x.p, res.p, cin.p + 4, cin.p + 8, cin.p, fn[i % sets].p, scale.p, base.p, w.p, stream.p, coef.p, out.p, fake.p, (uint8_t*)nullptr, (uint8_t*)nullptr, y.p, part.p,
-                   one ? cnt.p : nullptr, T, dim, per, 24, 20, 1e-6f, 1e-20f);
-            if (!one) launch("hyperconn/hc_step:hc_finish", dim3(T), 256, 0, part.p, y.p, scale.p, base.p, w.p, coef.p, out.p, fake.p, (uint8_t*)nullptr, (uint8_t*)nullptr, slices, dim, 20, 1e-6f, 1e-20f);
-        }, T > 1000 ? 3 : 20);
-        if (T >= 16) {
-            Dev<bf16> pieces((size_t)3 * 24 * 4 * dim);
-            launch("hyperconn/hc_many:hc_split_fn", dim3(24 * 4 * dim / 256), 256, 0, fn[0].p, pieces.p, (int64_t)24 * 4 * dim);
-            CUDA(cudaDeviceSynchronize());
-            double us2 = graph_us([&](int) {
-                launch("hyperconn/hc_many", dim3(32, (T + 127) / 128), 256, 51200, x.p, res.p, cin.p + 4, cin.p + 8, cin.p, pieces.p, stream.p, y.p, part.p, T, dim, 24);
-                launch("hyperconn/hc_step:hc_finish", dim3(T), 256, 0, part.p, y.p, scale.p, base.p, w.p, coef.p, out.p, fake.p, (uint8_t*)nullptr, (uint8_t*)nullptr, 32, dim, 20, 1e-6f, 1e-20f);
-            }, T > 1000 ? 3 : 20);
-            row("hc_many", fmt("T%d", T), us2, 72.0 * 4 * dim * 2 + (double)T * dim * 2 * (1 + 4 + 4 + 2), 6.0 * T * 24 * 4 * dim);
+        auto finish = [&](int slices) {
+            launch("hyperconn/hc_step:hc_finish", dim3(T), 128, 0, part.p, y.p, scale.p, base.p, w.p, coef.p, out.p, fake.p, (uint8_t*)nullptr, (uint8_t*)nullptr, slices, dim, 20, 1e-6f, 1e-20f);
+        };
+        double bytes = (double)T * dim * 2 * (1 + 4 + 4 + 2);
+        if (T < 1000) {
+            double us = graph_us([&](int i) {
+                launch(T == 1 ? "hyperconn/hc_step:hc_step_few" : "hyperconn/hc_step", dim3(slices, groups), 256, 0, x.p, res.p, cin.p + 4, cin.p + 8, cin.p, fn[i % sets].p, scale.p, base.p, w.p, stream.p, coef.p, out.p, fake.p, (uint8_t*)nullptr, (uint8_t*)nullptr, y.p, part.p,
+                       one ? cnt.p : nullptr, T, dim, per, 24, 20, 1e-6f, 1e-20f);
+                if (!one) finish(slices);
+            });
+            row("hc_step", fmt("T%d", T), us, 24.0 * 4 * dim * 4 + bytes, 2.0 * T * 24 * 4 * dim);
         }
-        row("hc_step", fmt("T%d", T), us, 24.0 * 4 * dim * 4 + (double)T * dim * 2 * (1 + 4 + 4 + 2), 2.0 * T * 24 * 4 * dim);
+        if (T >= 64) {
+            Dev<bf16> pieces((size_t)dim / 64 * 18432);
+            launch("hyperconn/hc_many:hc_split_fn", dim3(dim / 64 * 72), 256, 0, fn[0].p, pieces.p, dim, (int64_t)dim / 64 * 18432);
+            CUDA(cudaDeviceSynchronize());
+            int groups = (T + 63) / 64, per = (80 * groups + 131) / 132;
+            for (int slices : {(80 + per - 1) / per, (80 + 2 * per - 1) / (2 * per), T == 4096 ? 4 : 80}) {
+                Dev<float> part((size_t)T * slices * 32);
+                auto many = [&] { launch("hyperconn/hc_many", dim3(slices, groups), 512, 3 * 40960 + 2 * 36864, x.p, res.p, cin.p + 4, cin.p + 8, cin.p, pieces.p, stream.p, y.p, part.p, T, dim, 24); };
+                auto end = [&] { launch("hyperconn/hc_step:hc_finish", dim3(T), 128, 0, part.p, y.p, scale.p, base.p, w.p, coef.p, out.p, fake.p, (uint8_t*)nullptr, (uint8_t*)nullptr, slices, dim, 20, 1e-6f, 1e-20f); };
+                double us = graph_us([&](int) { many(); end(); }, T > 1000 ? 3 : 20);
+                row("hc_many + finish", fmt("T%d, %d slices", T, slices), us, 72.0 * 4 * dim * 2 + bytes, 6.0 * T * 24 * 4 * dim);
+                if (T > 1000) row("hc_many alone", fmt("T%d, %d slices", T, slices), graph_us([&](int) { many(); }, 3), bytes, 6.0 * T * 24 * 4 * dim);
+            }
+        }
     }
 }
 

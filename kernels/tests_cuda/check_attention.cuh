@@ -181,9 +181,17 @@ static float unsort(uint16_t k) {
     memcpy(&f, &u, 4);
     return f;
 }
-static void check_scores(int T, int H, int D, int n, int tq, bool packed, bool cand) {
+// sm90: the form for 32 heads of 128; coded: queries as the indexer makes them.
+static void check_scores(int T, int H, int D, int n, int tq, bool packed, bool cand, bool sm90 = false, bool coded = false) {
     int rows = n + 50, block = 8, B = cand ? 5 : 0;
-    auto q = rand_bf16((size_t)T * H * D), w = rand_bf16((size_t)T * H, 0.1f), keys = rand_bf16((size_t)rows * D);
+    auto q = rand_bf16((size_t)T * H * D);
+    if (coded) {
+        Dev<bf16> fp4((size_t)T * H * D);
+        launch("quant/fake_quant_fp4", dim3((T * H * D + 255) / 256), 256, 0, q.p, fp4.p, (uint8_t*)nullptr, (uint8_t*)nullptr, (int64_t)T * H * D, 32);
+        CUDA(cudaDeviceSynchronize());
+        q = std::move(fp4);
+    }
+    auto w = rand_bf16((size_t)T * H, 0.1f), keys = rand_bf16((size_t)rows * D);
     auto codes = rand_u8((size_t)rows * D / 2, 0), scales = rand_u8((size_t)rows * D / 32, 2);
     std::vector<int2> spans(T);
     for (int t = 0; t < T; ++t) spans[t] = {cand ? t % 3 : 7, t == 0 ? 0 : t == 1 ? n : pick(1, n)};
@@ -198,7 +206,8 @@ static void check_scores(int T, int H, int D, int n, int tq, bool packed, bool c
     int cols = cand ? B * block : n, ld = cols + 5;
     Dev<uint16_t> out((size_t)T * ld);
     int nts = (H + 15) / 16 * 2;
-    launch(packed ? "attention/index_scores:index_scores_fp4" : "attention/index_scores:index_scores_bf16", dim3(3, (T + tq - 1) / tq), 256, tq * nts * 2064, q.p, w.p,
+    if (sm90) launch("attention/index_scores_sm90", dim3(5, T), 256, 4096 + 8 * 4 * 2176, q.p, w.p, codes.p, scales.p, ds.p, out.p, T, cols, (int64_t)ld);
+    else launch(packed ? "attention/index_scores:index_scores_fp4" : "attention/index_scores:index_scores_bf16", dim3(3, (T + tq - 1) / tq), 256, tq * nts * 2064, q.p, w.p,
            packed ? codes.p : (uint8_t*)keys.p, scales.p, ds.p, cand ? db.p : nullptr, out.p, T, H, D, cols, (int64_t)ld, tq, B, block);
     Dev<float> ref((size_t)T * n);
     ref_scores<<<((size_t)T * n + 127) / 128, 128>>>(q, w, keys, packed ? codes.p : nullptr, scales, ds, ref, T, H, D, n);
@@ -214,7 +223,7 @@ static void check_scores(int T, int H, int D, int n, int tq, bool packed, bool c
             if (std::isinf(g) != std::isinf(x) || fabsf(g - x) > 0.03f * std::max(1.0f, fabsf(x))) ++bad;
             else ++off;
         }
-    report("index_scores", fmt("%s T%d H%d D%d n%d tq%d%s", packed ? "fp4" : "bf16", T, H, D, n, tq, cand ? " cand" : ""), bad == 0 && off <= total / 10 + 2,
+    report(sm90 ? "index_scores_sm90" : "index_scores", fmt("%s T%d H%d D%d n%d tq%d%s%s", packed ? "fp4" : "bf16", T, H, D, n, tq, cand ? " cand" : "", coded ? " coded" : ""), bad == 0 && off <= total / 10 + 2,
            fmt("%zu of %zu a rounding apart, %zu wrong", off, total, bad));
 }
 static void check_topk(int T, int n, int k, int distinct, bool cand) {
@@ -258,6 +267,11 @@ static void check_topk(int T, int n, int k, int distinct, bool cand) {
     same("topk_part", shape, out.get(), want);
 }
 static void check_index() {
+    for (bool coded : {true, false}) {
+        check_scores(1, 32, 128, 1000, 1, true, false, true, coded);
+        check_scores(3, 32, 128, 5003, 1, true, false, true, coded);
+    }
+    check_scores(1, 32, 128, 70001, 1, true, false, true, true);
     for (bool packed : {true, false}) {
         check_scores(1, 32, 128, 1000, 1, packed, false);
         check_scores(3, 27, 96, 1500, 1, packed, false);

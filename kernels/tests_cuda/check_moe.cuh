@@ -136,62 +136,60 @@ static void check_experts(int f, int T, int E, int k, int dim, int inter, bool s
     same("moe_combine", shape, out.get(), want);
 }
 
-static size_t few_smem(int K, bool one) {
-    size_t g = (K / 32 + 7) / 8 * 8;
-    return g * (one ? 36 : 288) + 128 + (one ? 5 : 3) * 18432;
-}
-// one: a single token through experts_one, which ends with the combined output.
-static void check_experts_few(int T, int E, int k, int dim, int inter, bool skew, bool one) {
-    auto e = random_experts(T, E, k, skew);
-    std::string shape = fmt("T%d E%d k%d %dx%d%s", T, E, k, dim, inter, skew ? " skew" : ""), name = one ? "experts_one" : "experts_few";
-    auto g = group(e, 0, E, 8, false);
-    auto w1 = rand_weight(1, wbytes(1, inter, dim) * E), w3 = rand_weight(1, wbytes(1, inter, dim) * E), w2 = rand_weight(1, wbytes(1, dim, inter) * E);
-    auto s1 = rand_u8(sbytes(1, inter, dim) * E, 2), s3 = rand_u8(sbytes(1, inter, dim) * E, 2), s2 = rand_u8(sbytes(1, dim, inter) * E, 2);
-    auto x = rand_bf16((size_t)T * dim, 0.02f), shared = rand_bf16(dim);
-    auto weights = rand_f32(g.P);
-    size_t np = g.P;
-    Dev<uint8_t> xc((size_t)T * dim), xs((size_t)T * dim / 32), hc(np * inter), hs(np * inter / 32);
-    Dev<bf16> fake((size_t)T * dim), y(np * dim), rh(np * inter), rq(np * inter), out(dim);
-    Dev<float> ry(np * dim);
-    Dev<uint32_t> counter((dim + 127) / 128);
+// A single token in one launch; experts outside first .. first + local are another rank's.
+static void check_experts_one(int E, int k, int dim, int inter, int first, int local, int grid) {
+    auto e = random_experts(1, E, k, false);
+    std::string shape = fmt("E%d k%d %dx%d ours %d+%d grid %d", E, k, dim, inter, first, local, grid);
+    auto w1 = rand_weight(1, wbytes(1, inter, dim) * local), w3 = rand_weight(1, wbytes(1, inter, dim) * local), w2 = rand_weight(1, wbytes(1, dim, inter) * local);
+    auto s1 = rand_u8(sbytes(1, inter, dim) * local, 2), s3 = rand_u8(sbytes(1, inter, dim) * local, 2), s2 = rand_u8(sbytes(1, dim, inter) * local, 2);
+    auto x = rand_bf16(dim, 0.02f), shared = rand_bf16(dim);
+    auto weights = rand_f32(k);
+    Dev<uint8_t> xc(dim), xs(dim / 32), hc((size_t)k * inter), hs((size_t)k * inter / 32);
+    Dev<bf16> fake(dim), y((size_t)k * dim), rh((size_t)k * inter), rq((size_t)k * inter), out(dim);
+    Dev<float> ry((size_t)k * dim);
+    Dev<uint32_t> counter(2 + dim / 128), ex(e);
     counter.zero();
-    launch("quant/act_quant", dim3(((size_t)T * dim / 8 + 255) / 256), 256, 0, x.p, xc.p, xs.p, fake.p, (int64_t)T * dim / 8);
-    dim3 up((inter + 63) / 64, one ? k : g.max_tiles), down((dim + 127) / 128, one ? k : g.max_tiles);
-    if (one) {
-        std::vector<int32_t> order, at;
-        for (int i = 0; i < k; ++i) { order.push_back(i); at.push_back(e[i]); }
-        g.order = Dev<int32_t>(order);
-        g.expert_at = Dev<int32_t>(at);
-        for (int again = 0; again < 2; ++again) {
-            launch("moe/experts_few_sm90:experts_one_up", up, 256, few_smem(dim, true), xc.p, xs.p, g.experts.p, weights.p, w1.p, s1.p, w3.p, s3.p, hc.p, hs.p, dim, inter, 0u, E, 10.0f);
-            launch("moe/experts_few_sm90:experts_one_down", down, 256, few_smem(inter, true), hc.p, hs.p, g.experts.p, w2.p, s2.p, y.p, shared.p, out.p, counter.p, dim, inter, 0u, E);
-        }
-    } else {
-        launch("moe/experts_few_sm90:experts_few_up", up, 256, few_smem(dim, false), xc.p, xs.p, g.order.p, g.tiles.p, g.count.p, weights.p, w1.p, s1.p, w3.p, s3.p, hc.p, hs.p, dim, inter, k,
-               10.0f);
-        launch("moe/experts_few_sm90:experts_few_down", down, 256, few_smem(inter, false), hc.p, hs.p, g.tiles.p, g.count.p, w2.p, s2.p, y.p, dim, inter);
+    launch("quant/act_quant", dim3((dim / 8 + 255) / 256), 256, 0, x.p, xc.p, xs.p, fake.p, (int64_t)dim / 8);
+    for (int again = 0; again < 3; ++again)
+        launch_cooperative("moe/experts_one_sm90:experts_one", dim3(grid), 256, 4 * 17408 + std::max(dim, inter) / 32 * 36, xc.p, xs.p, ex.p, weights.p, w1.p, s1.p, w3.p, s3.p, w2.p, s2.p, hc.p,
+                           hs.p, y.p, shared.p, out.p, counter.p, dim, inter, k, (uint32_t)first, local, 10.0f);
+    std::vector<int32_t> order, at;
+    for (int i = 0; i < k; ++i) {
+        bool here = (int)e[i] >= first && (int)e[i] < first + local;
+        order.push_back(here ? i : -1);
+        at.push_back(here ? e[i] - first : 0);
     }
-    ref_up<<<(np * inter + 127) / 128, 128>>>(1, fake, g.order, g.expert_at, weights, w1, s1, w3, s3, rh, g.P, dim, inter, k, 10.0f);
-    launch("quant/act_quant", dim3((np * inter / 8 + 255) / 256), 256, 0, rh.p, (uint8_t*)nullptr, (uint8_t*)nullptr, rq.p, (int64_t)np * inter / 8);
+    Dev<int32_t> dorder(order), dat(at);
+    ref_up<<<((size_t)k * inter + 127) / 128, 128>>>(1, fake, dorder, dat, weights, w1, s1, w3, s3, rh, k, dim, inter, k, 10.0f);
+    launch("quant/act_quant", dim3(((size_t)k * inter / 8 + 255) / 256), 256, 0, rh.p, (uint8_t*)nullptr, (uint8_t*)nullptr, rq.p, (int64_t)k * inter / 8);
     auto c = hc.get(), s = hs.get();
-    std::vector<bf16> h;
-    for (size_t i = 0; i < np * inter; ++i) h.push_back(__float2bfloat16(h_e4m3(c[i]) * ldexpf(1, s[i / 32] - 127)));
-    near(name + "_up", shape, h, rq.get(), 1.5e-2);
+    auto hq = rq.get(), hy = y.get(), sh = shared.get();
+    std::vector<bf16> h((size_t)k * inter), gh, wh, gy;
+    for (size_t i = 0; i < h.size(); ++i) {
+        if (order[i / inter] < 0) continue;
+        h[i] = __float2bfloat16(h_e4m3(c[i]) * ldexpf(1, s[i / 32] - 127));
+        gh.push_back(h[i]);
+        wh.push_back(hq[i]);
+    }
+    near("experts_one_up", shape, gh, wh, 1.5e-2);
     Dev<bf16> dh(h);
-    ref_down<<<(np * dim + 127) / 128, 128>>>(1, dh, g.order, g.expert_at, w2, s2, ry, g.P, dim, inter);
-    near(name + "_down", shape, y.get(), ry.get(), ONE_ROUNDING);
-    if (!one) return;
-    auto hy = y.get(), sh = shared.get();
+    ref_down<<<((size_t)k * dim + 127) / 128, 128>>>(1, dh, dorder, dat, w2, s2, ry, k, dim, inter);
+    auto hry = ry.get();
+    std::vector<float> wy;
+    for (size_t i = 0; i < hry.size(); ++i)
+        if (order[i / dim] >= 0) { gy.push_back(hy[i]); wy.push_back(hry[i]); }
+    near("experts_one_down", shape, gy, wy, ONE_ROUNDING);
     std::vector<bf16> want;
     std::vector<std::pair<uint32_t, int>> by_id;
-    for (int i = 0; i < k; ++i) by_id.push_back({e[i], i});
+    for (int i = 0; i < k; ++i)
+        if (order[i] >= 0) by_id.push_back({e[i], i});
     std::sort(by_id.begin(), by_id.end());
     for (int d = 0; d < dim; ++d) {
         float sum = 0;
         for (auto [_, i] : by_id) sum += to_f(hy[(size_t)i * dim + d]);
         want.push_back(__float2bfloat16(sum + to_f(sh[d])));
     }
-    same(name + " out", shape, out.get(), want);
+    same("experts_one out", shape, out.get(), want);
 }
 
 static void check_experts_many(int T, int E, int k, int dim, int inter, bool skew) {
@@ -243,13 +241,12 @@ static void check_moe() {
     check_experts_many(60, 4, 2, 832, 352, false);
     check_experts_many(100, 8, 6, 5120, 2304, false);
     check_gate();
-    check_experts_few(5, 6, 3, 96, 64, false, false);
-    check_experts_few(37, 6, 3, 160, 96, true, false);
-    check_experts_few(3, 8, 6, 5120, 2304, true, false);
-    check_experts_few(11, 4, 2, 832, 352, false, false);
-    check_experts_few(1, 6, 3, 96, 64, false, true);
-    check_experts_few(1, 4, 2, 832, 352, false, true);
-    check_experts_few(1, 8, 6, 5120, 2304, false, true);
+    check_experts_one(8, 6, 5120, 2304, 0, 8, 264);
+    check_experts_one(8, 6, 5120, 2304, 0, 8, 100);
+    check_experts_one(6, 3, 512, 256, 0, 6, 264);
+    check_experts_one(6, 6, 256, 768, 2, 3, 7);
+    check_experts_one(6, 1, 1024, 512, 0, 6, 2);
+    check_experts_one(6, 2, 256, 256, 6, 1, 264);
     group(random_experts(700, 384, 6, true), 96, 96, 64, true);
     group(random_experts(4096, 384, 6, false), 0, 384, 128, true, 8);
     group(random_experts(7, 16, 3, false), 4, 8, 128, true, 8);

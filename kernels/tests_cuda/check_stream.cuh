@@ -29,7 +29,8 @@ static void sinkhorn_host(const double* m, const float* sc, const float* b, int 
 }
 
 static void check_hc_step(int T, int dim, int per, bool counter, bool post) {
-    int slices = (dim + 127) / 128, iters = 20, ld = 24;
+    bool few = counter && T != 2;
+    int slices = few ? (dim + 63) / 64 : (dim + 127) / 128, iters = 20, ld = 24;
     auto x = rand_bf16((size_t)T * dim), res = rand_bf16((size_t)T * 4 * dim), w = rand_bf16(dim);
     auto fn = rand_f32((size_t)24 * 4 * dim, 0.05f), scale = rand_f32(3, 1.0f), base = rand_f32(24, 1.0f), cin = rand_f32((size_t)T * 24, 1.0f);
     Dev<bf16> stream((size_t)T * 4 * dim), out((size_t)T * dim), fake((size_t)T * dim), y((size_t)T * dim);
@@ -38,10 +39,10 @@ static void check_hc_step(int T, int dim, int per, bool counter, bool post) {
     Dev<uint32_t> cnt(groups);
     cnt.zero();
     for (int again = 0; again < 2; ++again) {
-        launch("hyperconn/hc_step", dim3(slices, groups), 256, 0, post ? x.p : nullptr, res.p, cin.p + 4, cin.p + 8, cin.p, fn.p, scale.p, base.p, w.p, stream.p, coef.p, out.p, fake.p, (uint8_t*)nullptr, (uint8_t*)nullptr, y.p,
+        launch(few ? "hyperconn/hc_step:hc_step_few" : "hyperconn/hc_step", dim3(slices, groups), 256, 0, post ? x.p : nullptr, res.p, cin.p + 4, cin.p + 8, cin.p, fn.p, scale.p, base.p, w.p, stream.p, coef.p, out.p, fake.p, (uint8_t*)nullptr, (uint8_t*)nullptr, y.p,
                part.p, counter ? cnt.p : nullptr, T, dim, per, ld, iters, 1e-6f, 1e-20f);
         if (!counter)
-            launch("hyperconn/hc_step:hc_finish", dim3(T), 256, 0, part.p, y.p, scale.p, base.p, w.p, coef.p, out.p, fake.p, (uint8_t*)nullptr, (uint8_t*)nullptr, slices, dim, iters, 1e-6f, 1e-20f);
+            launch("hyperconn/hc_step:hc_finish", dim3(T), 128, 0, part.p, y.p, scale.p, base.p, w.p, coef.p, out.p, fake.p, (uint8_t*)nullptr, (uint8_t*)nullptr, slices, dim, iters, 1e-6f, 1e-20f);
     }
     auto hx = x.get(), hr = res.get(), hw = w.get();
     auto hf = fn.get(), hs = scale.get(), hb = base.get(), hc = cin.get();
@@ -86,12 +87,12 @@ static void check_hc_step(int T, int dim, int per, bool counter, bool post) {
     same("hc_step fake", shape, fake.get(), wf.get());
     {
         // The form for many tokens.
-        int many = (dim + 159) / 160;
-        Dev<bf16> pieces((size_t)3 * 24 * 4 * dim), stream2((size_t)T * 4 * dim), out2((size_t)T * dim), y3((size_t)T * dim);
+        int tiles = (dim + 63) / 64, many = T % 2 ? tiles : (tiles + 2) / 3;
+        Dev<bf16> pieces((size_t)tiles * 18432), stream2((size_t)T * 4 * dim), out2((size_t)T * dim), y3((size_t)T * dim);
         Dev<float> coef2((size_t)T * 24), part2((size_t)T * many * 32);
-        launch("hyperconn/hc_many:hc_split_fn", dim3((24 * 4 * dim + 255) / 256), 256, 0, fn.p, pieces.p, (int64_t)24 * 4 * dim);
-        launch("hyperconn/hc_many", dim3(many, (T + 127) / 128), 256, 51200, post ? x.p : nullptr, res.p, cin.p + 4, cin.p + 8, cin.p, pieces.p, stream2.p, y3.p, part2.p, T, dim, ld);
-        launch("hyperconn/hc_step:hc_finish", dim3(T), 256, 0, part2.p, y3.p, scale.p, base.p, w.p, coef2.p, out2.p, (bf16*)nullptr, (uint8_t*)nullptr, (uint8_t*)nullptr, many, dim, iters, 1e-6f,
+        launch("hyperconn/hc_many:hc_split_fn", dim3(tiles * 72), 256, 0, fn.p, pieces.p, dim, (int64_t)tiles * 18432);
+        launch("hyperconn/hc_many", dim3(many, (T + 63) / 64), 512, 3 * 40960 + 2 * 36864, post ? x.p : nullptr, res.p, cin.p + 4, cin.p + 8, cin.p, pieces.p, stream2.p, y3.p, part2.p, T, dim, ld);
+        launch("hyperconn/hc_step:hc_finish", dim3(T), 128, 0, part2.p, y3.p, scale.p, base.p, w.p, coef2.p, out2.p, (bf16*)nullptr, (uint8_t*)nullptr, (uint8_t*)nullptr, many, dim, iters, 1e-6f,
                1e-20f);
         if (post) same("hc_many stream", shape, stream2.get(), hst);
         near("hc_many coef", shape, coef2.get(), wc, 1e-5);
@@ -120,6 +121,7 @@ static void check_hc_step(int T, int dim, int per, bool counter, bool post) {
 }
 static void check_hyperconn() {
     check_hc_step(1, 5120, 1, true, true);
+    check_hc_step(2, 96, 1, true, true);
     check_hc_step(3, 96, 1, true, true);
     check_hc_step(3, 96, 2, true, false);
     check_hc_step(37, 256, 8, false, true);
@@ -132,7 +134,7 @@ static void check_hyperconn() {
     for (auto& v : b) v = normal();
     for (int i = 0; i < 24; ++i) { m[i] = i % 5 == 0 ? 80 : -80; m[24 + i] = 0; }
     Dev<float> dm(m), ds(sc), db(b), out(T * 24);
-    launch("hyperconn/split_sinkhorn", dim3((T + 127) / 128), 128, 0, dm.p, ds.p, db.p, out.p, T, 20, 1e-6f);
+    launch("hyperconn/split_sinkhorn", dim3((T + 3) / 4), 128, 0, dm.p, ds.p, db.p, out.p, T, 20, 1e-6f);
     std::vector<float> want(T * 24);
     for (int t = 0; t < T; ++t) {
         double x[24];

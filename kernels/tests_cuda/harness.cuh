@@ -48,6 +48,14 @@ void launch(const std::string& path, dim3 grid, dim3 block, size_t smem, A... ar
     void* p[] = {(void*)&args...};
     CUDA(cudaLaunchKernel((const void*)k, grid, block, p, smem, g_stream));
 }
+// All blocks at once, so that they may wait for each other.
+template <typename... A>
+void launch_cooperative(const std::string& path, dim3 grid, dim3 block, size_t smem, A... args) {
+    cudaKernel_t k = kernel(path);
+    if (smem > 48 * 1024) CUDA(cudaFuncSetAttribute((const void*)k, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem));
+    void* p[] = {(void*)&args...};
+    CUDA(cudaLaunchCooperativeKernel((const void*)k, grid, block, p, smem, g_stream));
+}
 
 template <typename T>
 struct Dev {
