@@ -168,6 +168,10 @@ fn arguments_are_those_of_the_kernels() {
             (true, _, "name") if args == kernels["fp8_linear"] => continue,
             (true, _, "name") => "fp8_many_256",
             (true, _, name) if name.starts_with("FEW_NAMES") => "fp8_few_k",
+            (.., name) if name.starts_with("STEP[") => {
+                assert_eq!(kernels["hc_step"], kernels["hc_step_few"]);
+                "hc_step"
+            }
             (_, true, "up") => "experts_up_",
             (_, true, "down") => "experts_down_",
             // `sparse_attn` takes D behind H, and the Hopper form does not.

@@ -4,7 +4,7 @@ use candle_core::{CudaDevice, Device, Tensor};
 use deepseek_v41_core::{
     Result,
     cuda::{
-        Held, Launch, Out, bytes_to_device, kernels,
+        Held, Launch, Mapped, Out, bytes_to_device, kernels,
         ops::{device, supported},
     },
 };
@@ -12,40 +12,83 @@ use half::bf16;
 
 use crate::table::EngramTable;
 
-/// Tables up to this many bytes go to the GPU; rows of larger ones are read on the host, from the mapped
-/// file, and uploaded.
+/// Tables up to this many bytes go to the GPU.
 pub const DEVICE_TABLE_BYTES: usize = 8 << 30;
 
-/// A table on the device.
+/// Where a GPU finds the rows of a table.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum TablePlacement {
+    /// A table of up to [`DEVICE_TABLE_BYTES`] on the device, a larger one mapped; on the host where the
+    /// system does not pin it.
+    #[default]
+    Auto,
+    /// A copy in the device's memory.
+    Device,
+    /// In host memory, pinned and mapped: kernels read the rows they need over the bus.
+    Mapped,
+    /// In host memory: the host reads the rows and uploads them.
+    Host,
+}
+
+/// A table that kernels read.
 #[derive(Debug, Clone)]
 pub(crate) struct DeviceTable {
-    /// `[rows * head_dim]` U8.
-    codes: Tensor,
-    /// `[rows * head_dim / 32]` U8.
-    scales: Tensor,
+    bytes: TableBytes,
     rows: usize,
     head_dim: usize,
 }
 
+#[derive(Debug, Clone)]
+enum TableBytes {
+    /// `[rows * head_dim]` codes and `[rows * head_dim / 32]` scales, U8.
+    Device(Tensor, Tensor),
+    /// The same as pieces 0 and 1.
+    Mapped(Mapped),
+}
+
 impl DeviceTable {
-    /// Uploads `table`; `None` on the CPU, or when it is too large.
-    pub(crate) fn new(table: &EngramTable, on: &Device) -> Result<Option<Self>> {
+    /// Makes `table` readable from `on`; `None` on the CPU, or where the host is to read it.
+    pub(crate) fn new(
+        table: &EngramTable,
+        on: &Device,
+        placement: TablePlacement,
+    ) -> Result<Option<Self>> {
+        use TablePlacement::{Auto, Device as OnDevice, Host, Mapped as InPlace};
         let Device::Cuda(dev) = on else {
             return Ok(None);
         };
-        if table.codes().len() > DEVICE_TABLE_BYTES {
-            return Ok(None);
-        }
-        Self::upload(table, dev).map(Some)
-    }
-
-    fn upload(table: &EngramTable, dev: &CudaDevice) -> Result<Self> {
-        Ok(Self {
-            codes: bytes_to_device(table.codes(), dev)?,
-            scales: bytes_to_device(table.scales(), dev)?,
+        let small = table.codes().len() <= DEVICE_TABLE_BYTES;
+        let bytes = match placement {
+            Host => return Ok(None),
+            OnDevice => Self::copied(table, dev)?,
+            Auto if small => Self::copied(table, dev)?,
+            InPlace => Self::mapped(table, dev)?,
+            Auto => match Self::mapped(table, dev) {
+                Ok(bytes) => bytes,
+                Err(error) => {
+                    tracing::info!("an Engram table stays with the host: {error}");
+                    return Ok(None);
+                }
+            },
+        };
+        Ok(Some(Self {
+            bytes,
             rows: table.rows(),
             head_dim: table.head_dim(),
-        })
+        }))
+    }
+
+    fn copied(table: &EngramTable, dev: &CudaDevice) -> Result<TableBytes> {
+        let codes = bytes_to_device(table.codes(), dev)?;
+        Ok(TableBytes::Device(
+            codes,
+            bytes_to_device(table.scales(), dev)?,
+        ))
+    }
+
+    fn mapped(table: &EngramTable, dev: &CudaDevice) -> Result<TableBytes> {
+        let pieces = [table.codes().clone(), table.scales().clone()];
+        Ok(TableBytes::Mapped(Mapped::new(&pieces, dev)?))
     }
 
     /// `hashes: [T, columns]` u32 → `[T, columns * head_dim]` bf16. A row past the table reads as zeros.
@@ -56,10 +99,17 @@ impl DeviceTable {
         let (t, columns) = hashes.dims2()?;
         let hd = self.head_dim;
         let out = Out::<bf16>::new(dev, t * columns * hd)?;
+        let (codes, scales) = match &self.bytes {
+            TableBytes::Device(codes, scales) => (
+                Held::new(codes, OP).ptr::<u8>()?,
+                Held::new(scales, OP).ptr::<u8>()?,
+            ),
+            TableBytes::Mapped(mapped) => (mapped.ptr(0), mapped.ptr(1)),
+        };
         let launch = Launch::new(dev, kernels::ENGRAM_LOOKUP, "engram_lookup")
             .ptr(Held::new(&hashes, OP).ptr::<u32>()?)
-            .ptr(Held::new(&self.codes, OP).ptr::<u8>()?)
-            .ptr(Held::new(&self.scales, OP).ptr::<u8>()?)
+            .ptr(codes)
+            .ptr(scales)
             .ptr(out.ptr())
             .int(t)
             .int(columns)

@@ -10,7 +10,10 @@ use crate::{
     table::EngramTable,
 };
 #[cfg(feature = "cuda")]
-use crate::{cuda::DeviceTable, ops::engram_gate::check as check_gate};
+use crate::{
+    cuda::{DeviceTable, TablePlacement},
+    ops::engram_gate::check as check_gate,
+};
 
 /// Writes an n-gram lookup into the residual stream, gated by how well it matches that stream.
 ///
@@ -34,7 +37,7 @@ pub struct Engram {
 #[cfg(feature = "cuda")]
 #[derive(Debug, Clone)]
 struct OnDevice {
-    /// `None` where the table is too large and stays on the host.
+    /// `None` where the host reads the rows.
     table: Option<DeviceTable>,
     q_weight: Tensor,
     k_weight: Tensor,
@@ -48,7 +51,7 @@ impl OnDevice {
             return Ok(None);
         }
         Ok(Some(Self {
-            table: DeviceTable::new(table, q.device())?,
+            table: DeviceTable::new(table, q.device(), TablePlacement::default())?,
             q_weight: bf16_weight(q, &vb.full_name("q_weight"))?,
             k_weight: bf16_weight(k, &vb.full_name("k_weight"))?,
         }))
@@ -98,6 +101,19 @@ impl Engram {
             columns,
             eps: cfg.norm_eps,
         })
+    }
+
+    /// Moves the table to where `placement` says; on the CPU there is one place.
+    ///
+    /// # Errors
+    /// The device's memory is full, or the system does not pin the table's.
+    #[cfg(feature = "cuda")]
+    pub fn place_table(&mut self, placement: TablePlacement) -> Result<()> {
+        if let Some(own) = &mut self.device {
+            own.table = None;
+            own.table = DeviceTable::new(&self.table, own.q_weight.device(), placement)?;
+        }
+        Ok(())
     }
 
     /// The layer's table.

@@ -1,11 +1,11 @@
 //! The operations of this crate on a GPU.
 
-use candle_core::{D, DType, Device, Tensor};
+use candle_core::{CudaDevice, D, DType, Device, Tensor};
 use deepseek_v41_core::{
     Error, Result,
     cpu::WeightRows,
     cuda::{
-        Held, Launch, Out, Ptr, kernels,
+        Held, Launch, Out, Ptr, kernels, multiprocessors,
         ops::{device, supported},
     },
 };
@@ -15,8 +15,12 @@ use crate::{MixWeights, SinkhornParams};
 
 /// Copies of the stream that the fused kernel is written for.
 const FUSED_COPIES: usize = 4;
+/// Tokens up to which a step is one launch.
+const ONE_LAUNCH: usize = 4;
 /// Tokens up to which each block takes eight; above, the mixes go through the tensor core.
-const FEW: usize = 128;
+const FEW: usize = 16;
+/// The step's kernels: for a single token the one that reads its weight from twice as many blocks.
+const STEP: [&str; 2] = ["hc_step", "hc_step_few"];
 /// Coefficients of a token at that number.
 pub(crate) const FUSED_WIDTH: usize = (2 + FUSED_COPIES) * FUSED_COPIES;
 
@@ -25,8 +29,10 @@ pub(crate) const FUSED_WIDTH: usize = (2 + FUSED_COPIES) * FUSED_COPIES;
 pub(crate) struct DeviceMix {
     /// `[(2+C)C, C*dim]`
     func: Tensor,
-    /// `[3, (2+C)C, C*dim]` bf16: three pieces that add up to `func`, for many tokens.
+    /// `func` as three bf16 pieces that add up to it, laid out for many tokens.
     pieces: Option<Tensor>,
+    /// `[ONE_LAUNCH]` u32, zero between launches.
+    counter: Tensor,
     /// `[3]`
     scale: Tensor,
     /// `[(2+C)C]`
@@ -44,6 +50,7 @@ impl DeviceMix {
         let fused = shape[0] == FUSED_WIDTH && fuses(FUSED_COPIES, shape[1] / FUSED_COPIES);
         Ok(Some(Self {
             pieces: fused.then(|| split_fn(&func)).transpose()?,
+            counter: Tensor::zeros(ONE_LAUNCH, DType::U32, device)?,
             func,
             scale: Tensor::from_slice(&weights.scale, 3, device)?,
             base: Tensor::from_slice(&weights.base, weights.base.len(), device)?,
@@ -51,18 +58,30 @@ impl DeviceMix {
     }
 }
 
+/// Values of the pieces of 64 columns.
+const PIECES: usize = 4 * 72 * 64;
+
 /// `fn` as three bf16 pieces.
 fn split_fn(func: &Tensor) -> Result<Tensor> {
     let dev = device(func)?;
-    let n = func.elem_count();
-    let pieces = Out::<bf16>::new(dev, 3 * n)?;
+    let dim = func.dim(1)? / FUSED_COPIES;
+    let n = dim.div_ceil(64) * PIECES;
+    let pieces = Out::<bf16>::new(dev, n)?;
     let launch = Launch::new(dev, kernels::HC_MANY, "hc_split_fn")
         .ptr(Held::new(func, "hc_split_fn").ptr::<f32>()?)
         .ptr(pieces.ptr())
+        .int(dim)
         .long(n);
-    // SAFETY: n values in, three times as many out; a thread a value.
+    // SAFETY: `fn` is [24, 4 * dim]; a thread a value of the output.
     unsafe { launch.launch((n.div_ceil(256), 1, 1), 256, 0)? };
-    pieces.into_tensor((3, func.dim(0)?, func.dim(1)?))
+    pieces.into_tensor(n)
+}
+
+/// Slices of `dim` of the step for many tokens: as few as give every multiprocessor a block of 64 tokens.
+fn slices_of_many(dev: &CudaDevice, t: usize, dim: usize) -> Result<usize> {
+    let tiles = dim.div_ceil(64);
+    let per = (tiles * t.div_ceil(64)).div_ceil(multiprocessors(dev)?);
+    Ok(tiles.div_ceil(per.clamp(1, tiles)))
 }
 
 fn on_device(weights: &MixWeights) -> Result<&DeviceMix> {
@@ -111,8 +130,12 @@ pub(crate) fn step(
     let (t, c, dim) = stream.dims3()?;
     supported(c == FUSED_COPIES, OP, c, "4 copies")?;
     let many = w.pieces.as_ref().filter(|_| t > FEW);
-    let slices = dim.div_ceil(if many.is_some() { 160 } else { 128 });
-    let per = if t <= 4 { 1 } else { 8 };
+    let (few, single) = (t <= ONE_LAUNCH, t == 1);
+    let slices = match many {
+        Some(_) => slices_of_many(dev, t, dim)?,
+        None => dim.div_ceil(if single { 64 } else { 128 }),
+    };
+    let per = if few { 1 } else { 8 };
     let coef = Out::<f32>::new(dev, t * FUSED_WIDTH)?;
     let part = Out::<f32>::new(dev, t * slices * 32)?;
     let y = collapse
@@ -127,10 +150,11 @@ pub(crate) fn step(
         .transpose()?;
 
     let residual = Held::new(stream, OP);
-    let (func, scale, base) = (
+    let (func, scale, base, counter) = (
         Held::new(&w.func, OP),
         Held::new(&w.scale, OP),
         Held::new(&w.base, OP),
+        Held::new(&w.counter, OP),
     );
     let (mut x, mut post, mut comb) = (Ptr::NULL, Ptr::NULL, Ptr::NULL);
     if let Some(open) = &open {
@@ -165,11 +189,11 @@ pub(crate) fn step(
                 .int(t)
                 .int(dim)
                 .int(FUSED_WIDTH);
-            // SAFETY: as below, with `part` [T, slices, 32] of 160 columns and 128 tokens a block.
-            unsafe { launch.launch((slices, t.div_ceil(128), 1), 256, 51_200)? };
+            // SAFETY: as below, with `part` [T, slices, 32] of whole tiles of 64 columns, and 64 tokens a block.
+            unsafe { launch.launch((slices, t.div_ceil(64), 1), 512, 3 * 40_960 + 4 * PIECES)? };
         }
         None => {
-            let launch = Launch::new(dev, kernels::HC_STEP, "hc_step")
+            let launch = Launch::new(dev, kernels::HC_STEP, STEP[usize::from(single)])
                 .ptr(x)
                 .ptr(residual.ptr::<bf16>()?)
                 .ptr(post)
@@ -187,7 +211,7 @@ pub(crate) fn step(
                 .ptr(Ptr::NULL)
                 .maybe(y.as_ref().map(Out::ptr))
                 .ptr(part.ptr())
-                .ptr(Ptr::NULL)
+                .maybe(few.then(|| counter.ptr::<u32>()).transpose()?)
                 .int(t)
                 .int(dim)
                 .int(per)
@@ -196,9 +220,22 @@ pub(crate) fn step(
                 .f32(p.eps)
                 .f32(norm_eps);
             // SAFETY: stream and output are [T, 4, dim], coefficients [T, 24], `part` [T, slices, 32]; a block
-            // takes 128 columns of `per` tokens. Without a counter, `hc_finish` ends it.
+            // takes 128 or 64 columns of `per` tokens. The counter is zero, as every launch leaves it, and
+            // launches are ordered by the stream; without one, `hc_finish` ends the step.
             unsafe { launch.launch((slices, t.div_ceil(per), 1), 256, 0)? };
         }
+    }
+    let step = |coef: Out<f32>, normed: Option<Out<bf16>>| -> Result<Step> {
+        Ok(Step {
+            stream: next.map(|next| next.into_tensor((t, c, dim))).transpose()?,
+            coef: coef.into_tensor((t, FUSED_WIDTH))?,
+            normed: normed
+                .map(|normed| normed.into_tensor((t, dim)))
+                .transpose()?,
+        })
+    };
+    if few {
+        return step(coef, normed);
     }
     let finish = Launch::new(dev, kernels::HC_STEP, "hc_finish")
         .ptr(part.ptr())
@@ -217,14 +254,8 @@ pub(crate) fn step(
         .f32(p.eps)
         .f32(norm_eps);
     // SAFETY: as above; one block a token.
-    unsafe { finish.launch((t, 1, 1), 256, 0)? };
-    Ok(Step {
-        stream: next.map(|next| next.into_tensor((t, c, dim))).transpose()?,
-        coef: coef.into_tensor((t, FUSED_WIDTH))?,
-        normed: normed
-            .map(|normed| normed.into_tensor((t, dim)))
-            .transpose()?,
-    })
+    unsafe { finish.launch((t, 1, 1), 128, 0)? };
+    step(coef, normed)
 }
 
 /// The packed coefficients `[T, (2+C)C]` of `stream: [T, C, dim]`.
@@ -275,8 +306,8 @@ pub(crate) fn split_sinkhorn(
         .int(t)
         .int(p.iters)
         .f32(p.eps);
-    // SAFETY: T rows of 24 in and out, a thread a row.
-    unsafe { launch.launch((t.div_ceil(128), 1, 1), 128, 0)? };
+    // SAFETY: T rows of 24 in and out, a warp a row.
+    unsafe { launch.launch((t.div_ceil(4), 1, 1), 128, 0)? };
     out.into_tensor((t, FUSED_WIDTH))
 }
 

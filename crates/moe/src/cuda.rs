@@ -23,6 +23,13 @@ use crate::{Expert, GateParams, Routing, ScoreFunc};
 /// Pairs that one block of the experts' kernels takes.
 const TILE: usize = 8;
 
+/// Tokens up to which all devices' kernels take the experts.
+const MANY: usize = 256;
+/// Bytes of the ring of weights in the kernel for one token, and of shared memory that leave room for two
+/// blocks a multiprocessor.
+const ONE_RING: usize = 4 * 17_408;
+const ONE_SHARED: usize = 114_000;
+
 /// The gate's weights on the device.
 #[derive(Debug, Clone)]
 pub(crate) struct DeviceGate {
@@ -213,7 +220,7 @@ pub(crate) struct DeviceExperts {
     count: usize,
     dim: usize,
     inter: usize,
-    /// `[ceil(dim / 128)]` u32, zero between launches.
+    /// `[2 + ceil(dim / 128)]` u32 of the kernels for one token, which start from zeros and then keep it.
     counter: Tensor,
 }
 
@@ -252,7 +259,7 @@ impl DeviceExperts {
             "multiples of 32",
         )?;
         Ok(Some(Self {
-            counter: Tensor::zeros(dim.div_ceil(128), DType::U32, device)?,
+            counter: Tensor::zeros(2 + dim.div_ceil(128), DType::U32, device)?,
             w: all(false)?,
             s: match format {
                 WeightFormat::Fp8 | WeightFormat::Fp4 => Some(all(true)?),
@@ -283,10 +290,9 @@ impl DeviceExperts {
         let dev = device(&xs.values)?;
         let (t, _) = routing.experts.dims2()?;
         let hopper = self.format == WeightFormat::Fp4 && is_hopper(dev)?;
-        match &xs.codes {
-            Some((codes, scales)) if hopper => self.few(dev, codes, scales, routing, limit),
-            _ if hopper && t > quant::FEW_CODED => self.many(dev, &xs.values, routing, limit),
-            _ => self.any(dev, &xs.values, routing, limit),
+        match hopper && t > MANY {
+            true => self.many(dev, &xs.values, routing, limit),
+            false => self.any(dev, &xs.values, routing, limit),
         }
     }
 
@@ -386,57 +392,6 @@ impl DeviceExperts {
         Ok((y, g.inverse))
     }
 
-    /// fp4 on Hopper: codes meet the tensor core as they are.
-    fn few(
-        &self,
-        dev: &CudaDevice,
-        codes: &Tensor,
-        scales: &Tensor,
-        routing: &Routing,
-        limit: f32,
-    ) -> Result<(Out<bf16>, Out<i32>)> {
-        const OP: &str = "experts";
-        let (dim, inter) = (self.dim, self.inter);
-        let g = self.group(dev, routing, TILE, 1)?;
-        let hc = Out::<u8>::new(dev, g.places * inter)?;
-        let hs = Out::<u8>::new(dev, g.places * inter / 32)?;
-        let y = Out::<bf16>::new(dev, g.places * dim)?;
-        let launch = Launch::new(dev, kernels::EXPERTS_FEW_SM90, "experts_few_up")
-            .ptr(Held::new(codes, OP).ptr::<u8>()?)
-            .ptr(Held::new(scales, OP).ptr::<u8>()?)
-            .ptr(g.order.ptr())
-            .ptr(g.tiles.ptr())
-            .ptr(g.count.ptr())
-            .ptr(Held::new(&routing.weights, OP).ptr::<f32>()?)
-            .ptr(self.weight(0)?)
-            .ptr(self.scale(0)?)
-            .ptr(self.weight(2)?)
-            .ptr(self.scale(2)?)
-            .ptr(hc.ptr())
-            .ptr(hs.ptr())
-            .int(dim)
-            .int(inter)
-            .int(routing.experts.dim(1)?)
-            .f32(limit);
-        let shared = |k: usize| 3 * 18_432 + 288 * (k / 32).next_multiple_of(8) + 128;
-        // SAFETY: codes [T, dim] with their scales, all experts' weights, h [places, inter]; 64 units a
-        // block.
-        unsafe { launch.launch((inter.div_ceil(64), g.max_tiles, 1), 256, shared(dim))? };
-        let launch = Launch::new(dev, kernels::EXPERTS_FEW_SM90, "experts_few_down")
-            .ptr(hc.ptr())
-            .ptr(hs.ptr())
-            .ptr(g.tiles.ptr())
-            .ptr(g.count.ptr())
-            .ptr(self.weight(1)?)
-            .ptr(self.scale(1)?)
-            .ptr(y.ptr())
-            .int(dim)
-            .int(inter);
-        // SAFETY: h [places, inter], y [places, dim]; 128 rows a block.
-        unsafe { launch.launch((dim.div_ceil(128), g.max_tiles, 1), 256, shared(inter))? };
-        Ok((y, g.inverse))
-    }
-
     /// fp4 on Hopper at the rate of the bf16 tensor core: tokens are first laid out as its shared memory
     /// takes them.
     fn many(
@@ -516,7 +471,7 @@ impl DeviceExperts {
         let hs = Out::<u8>::new(dev, k * inter / 32)?;
         let y = Out::<bf16>::new(dev, k * dim)?;
         let out = Out::<bf16>::new(dev, dim)?;
-        let launch = Launch::new(dev, kernels::EXPERTS_FEW_SM90, "experts_one_up")
+        let launch = Launch::new(dev, kernels::EXPERTS_ONE_SM90, "experts_one")
             .ptr(Held::new(codes, OP).ptr::<u8>()?)
             .ptr(Held::new(scales, OP).ptr::<u8>()?)
             .ptr(chosen)
@@ -525,34 +480,36 @@ impl DeviceExperts {
             .ptr(self.scale(0)?)
             .ptr(self.weight(2)?)
             .ptr(self.scale(2)?)
-            .ptr(hc.ptr())
-            .ptr(hs.ptr())
-            .int(dim)
-            .int(inter)
-            .u32(self.first as u32)
-            .int(n)
-            .f32(limit);
-        let shared = |k: usize| 5 * 18_432 + 36 * (k / 32).next_multiple_of(8) + 128;
-        // SAFETY: one token's codes and scales, all experts' weights, h [k, inter]; 64 units a block.
-        unsafe { launch.launch((inter.div_ceil(64), k, 1), 256, shared(dim))? };
-        let launch = Launch::new(dev, kernels::EXPERTS_FEW_SM90, "experts_one_down")
-            .ptr(hc.ptr())
-            .ptr(hs.ptr())
-            .ptr(chosen)
             .ptr(self.weight(1)?)
             .ptr(self.scale(1)?)
+            .ptr(hc.ptr())
+            .ptr(hs.ptr())
             .ptr(y.ptr())
             .ptr(Held::new(common, OP).ptr::<bf16>()?)
             .ptr(out.ptr())
             .ptr(Held::new(&self.counter, OP).ptr::<u32>()?)
             .int(dim)
             .int(inter)
+            .int(k)
             .u32(self.first as u32)
-            .int(n);
-        // SAFETY: y [k, dim], out [dim]; the counter is zero, as every launch leaves it, and launches are
-        // ordered by the stream.
-        unsafe { launch.launch((dim.div_ceil(128), k, 1), 256, shared(inter))? };
+            .int(n)
+            .f32(limit);
+        let grid = (2 * multiprocessors(dev)?, 1, 1);
+        // SAFETY: one token's codes and scales, all experts' weights, h [k, inter], y [k, dim], out [dim]; two
+        // blocks of this much shared memory fit a multiprocessor. Launches, which leave the counter as they
+        // need it, are ordered by the stream.
+        unsafe { launch.launch_cooperative(grid, 256, self.one_shared())? };
         out.into_tensor((1, dim))
+    }
+
+    /// Whether [`one`](Self::one) takes these widths.
+    fn one_fits(&self) -> bool {
+        let whole = |width: usize| width.is_multiple_of(256) && width <= 16_384;
+        whole(self.dim) && whole(self.inter) && self.one_shared() <= ONE_SHARED && self.count > 0
+    }
+
+    fn one_shared(&self) -> usize {
+        ONE_RING + self.dim.max(self.inter) / 32 * 36
     }
 }
 
@@ -685,6 +642,7 @@ pub(crate) fn moe(
     let ranks = comm.world_size() > 1;
     if let (1, false, WeightFormat::Fp4, Some((codes, scales))) =
         (t, ranks, experts.format, &values.codes)
+        && experts.one_fits()
     {
         return experts.one(dev, (codes, scales), &routing, &common, shared.limit());
     }

@@ -18,7 +18,11 @@ use half::bf16;
 
 use crate::{
     GroupedLinear, Linear, WideRows,
-    ops::fp4_act_quant::ScaleFormat,
+    ops::{
+        act_quant::{ActScale, QuantizedActivation},
+        fp4_act_quant::ScaleFormat,
+        fp8_gemm::Quantised,
+    },
     weight::{FP8_TILE, Fp8Weight},
 };
 
@@ -162,6 +166,112 @@ fn quantise(
         .long(units);
     // SAFETY: outputs have an element (a scale: 32) for each input; a thread takes eight of `units`.
     unsafe { launch.launch((units.div_ceil(256), 1, 1), 256, 0) }
+}
+
+/// [`act_quant_with`](crate::act_quant_with) in groups of any size.
+///
+/// # Errors
+/// A failed launch.
+pub fn act_quant_any(xs: &Tensor, group: usize, format: ActScale) -> Result<(Tensor, Tensor)> {
+    let xs = xs.contiguous()?;
+    let dev = device(&xs)?;
+    let (n, shape) = (xs.elem_count(), groups_of(&xs, group));
+    let codes = Out::<u8>::new(dev, n)?;
+    let scales = match format {
+        ActScale::E8M0 => {
+            let scales = Out::<u8>::new(dev, n / group)?;
+            any_group(
+                &xs,
+                group,
+                format,
+                [codes.ptr(), scales.ptr(), Ptr::NULL, Ptr::NULL],
+            )?;
+            scales.into_tensor(shape)?
+        }
+        ActScale::F32 => {
+            let scales = Out::<f32>::new(dev, n / group)?;
+            any_group(
+                &xs,
+                group,
+                format,
+                [codes.ptr(), Ptr::NULL, scales.ptr(), Ptr::NULL],
+            )?;
+            scales.into_tensor(shape)?
+        }
+    };
+    Ok((codes.into_tensor(xs.shape())?, scales))
+}
+
+/// [`fake_quant_fp8_with`](crate::fake_quant_fp8_with) in groups of any size.
+///
+/// # Errors
+/// A failed launch.
+pub fn fake_quant_any(xs: &Tensor, group: usize, format: ActScale) -> Result<Tensor> {
+    let xs = xs.contiguous()?;
+    let out = Out::<bf16>::new(device(&xs)?, xs.elem_count())?;
+    any_group(
+        &xs,
+        group,
+        format,
+        [Ptr::NULL, Ptr::NULL, Ptr::NULL, out.ptr()],
+    )?;
+    out.into_tensor(xs.shape())
+}
+
+/// `out`: codes, scales as bytes and as f32, values; null for what is not wanted.
+fn any_group(xs: &Tensor, group: usize, format: ActScale, out: [Ptr<'_>; 4]) -> Result<()> {
+    let groups = xs.elem_count() / group.max(1);
+    let [codes, scales, scales_f32, fake] = out;
+    let launch = Launch::new(device(xs)?, kernels::ACT_QUANT_ANY, "act_quant_any")
+        .ptr(Held::new(xs, "act_quant").ptr::<bf16>()?)
+        .ptr(codes)
+        .ptr(scales)
+        .ptr(scales_f32)
+        .ptr(fake)
+        .long(groups)
+        .int(group)
+        .int(usize::from(format == ActScale::E8M0));
+    // SAFETY: outputs have an element (a scale: a group) for each input; a warp a group, four to a block.
+    unsafe { launch.launch((groups.div_ceil(4), 1, 1), 128, 0) }
+}
+
+/// A product on ready codes, `a: [.., k]` in groups of `group`. A weight that is not on the device is
+/// uploaded for it.
+pub(crate) fn gemm<W: Quantised>(
+    a: &QuantizedActivation,
+    group: usize,
+    weight: &W,
+) -> Result<Tensor> {
+    const OP: &str = "quantised gemm";
+    let (codes, scales) = (a.data.contiguous()?, a.scale.contiguous()?);
+    let dev = device(&codes)?;
+    let n = codes.elem_count();
+    let values = Out::<bf16>::new(dev, n)?;
+    let launch = Launch::new(dev, kernels::ACT_QUANT_ANY, "act_values")
+        .ptr(Held::new(&codes, OP).ptr::<u8>()?)
+        .ptr(Held::new(&scales, OP).ptr::<u8>()?)
+        .ptr(values.ptr())
+        .long(n)
+        .int(group);
+    // SAFETY: n codes and a scale for each `group` of them; a thread a code.
+    unsafe { launch.launch((n.div_ceil(256), 1, 1), 256, 0)? };
+    let linear = weight.linear();
+    let linear = match &linear {
+        Linear::Fp8(w) if w.device().is_some() => linear,
+        Linear::Fp4(w) if w.device().is_some() => linear,
+        _ => upload(linear, codes.device())?,
+    };
+    let k = linear.in_dim();
+    supported(
+        k.is_multiple_of(32),
+        OP,
+        k,
+        "input widths of multiples of 32",
+    )?;
+    quantised(
+        &linear,
+        &Activation::plain(values.into_tensor(codes.shape())?),
+    )
 }
 
 /// Rounds to e2m1 and back.
@@ -310,9 +420,7 @@ pub(crate) fn linear(linear: &Linear, xs: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// Tokens up to which Hopper's kernels for few tokens take activations as codes.
-pub const FEW_CODED: usize = 256;
-/// Tokens up to which they take a linear layer.
+/// Tokens up to which Hopper's kernels for few tokens take a linear layer, and its activations as codes.
 const FEW: usize = 16;
 
 /// What quantised products take: layers that share an input share it.
@@ -366,7 +474,7 @@ impl Activation {
     /// # Errors
     /// The driver does not answer.
     pub fn takes_codes(dev: &CudaDevice, tokens: usize) -> Result<bool> {
-        Ok(tokens <= FEW_CODED && is_hopper(dev)?)
+        Ok(tokens <= FEW && is_hopper(dev)?)
     }
 }
 
@@ -381,7 +489,7 @@ pub fn quantised(linear: &Linear, xs: &Activation) -> Result<Tensor> {
         Linear::Fp8(w) => {
             let w = w.device().ok_or_else(missing)?;
             let m = values.elem_count() / k.max(1);
-            if let Some((codes, scales)) = xs.codes.as_ref().filter(|_| few_pays(m, k)) {
+            if let Some((codes, scales)) = xs.codes.as_ref().filter(|_| m <= FEW) {
                 return few_product(values, codes, scales, w, (m, n, k));
             }
             match m >= MANY && n.is_multiple_of(8) && is_hopper(device(values)?)? {
@@ -394,14 +502,10 @@ pub fn quantised(linear: &Linear, xs: &Activation) -> Result<Tensor> {
     }
 }
 
-/// Above 8 tokens a long K leaves the kernel that reads codes too little shared memory to pay.
-fn few_pays(m: usize, k: usize) -> bool {
-    m <= 8 || (m <= FEW && k < 8192)
-}
-
-const FEW_NAMES: [[&str; 3]; 3] = [
+const FEW_NAMES: [[&str; 3]; 4] = [
     ["fp8_few_k1_m1", "fp8_few_k1_m8", "fp8_few_k1_m16"],
     ["fp8_few_k2_m1", "fp8_few_k2_m8", "fp8_few_k2_m16"],
+    ["fp8_few_k4_m1", "fp8_few_k4_m8", "fp8_few_k4_m16"],
     ["fp8_few_k8_m1", "fp8_few_k8_m8", "fp8_few_k8_m16"],
 ];
 
@@ -420,11 +524,13 @@ pub(crate) fn few_product(
         2..=8 => (1, 8),
         _ => (2, 16),
     };
-    // Enough rows fill the device; fewer are split over K. 16 tokens of a long K need the split for room.
-    let (parts, split) = match n >= 16_384 {
-        true if tokens == 16 && k > 4096 => (1, 2),
-        true => (0, 1),
-        false => (2, 8),
+    // Enough rows fill the device; fewer are split over K, for many rows of several tokens in fewer parts.
+    // 16 tokens of a long K need the split for room.
+    let (parts, split) = match n {
+        16_384.. if tokens == 16 && k > 4096 => (1, 2),
+        16_384.. => (0, 1),
+        4096.. if tokens > 1 => (2, 4),
+        _ => (3, 8),
     };
     let groups = 4 * k.div_ceil(128).div_ceil(split);
     let y = Out::<bf16>::new(dev, m * n)?;
@@ -437,7 +543,7 @@ pub(crate) fn few_product(
         .int(m)
         .int(n)
         .int(k);
-    let shared = 4 * 18_432 + groups * (36 * tokens + 16) + 128;
+    let shared = 4 * 18_432 + groups * (36 * tokens + 16) + (16 * tokens).max(128);
     // SAFETY: codes [m, k] and weight [n, k] with their scales, the output [m, n]; a cluster of `split`
     // blocks takes 128 rows.
     unsafe { launch.launch((n.div_ceil(128) * split, 1, 1), 256, shared)? };

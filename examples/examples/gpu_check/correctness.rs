@@ -13,17 +13,19 @@ use deepseek_v41::{
         },
     },
     core::{LocalComm, RmsNorm, Rope, RopeConfig, RopeTable, apply_rope, rms_norm},
-    engram::{Engram, EngramConfig},
+    engram::{Engram, EngramConfig, cuda::TablePlacement},
     hyperconn::{
         HyperConn, HyperConnConfig, PreMix, SinkhornParams, Site, hc_expand, hc_mean, hc_post,
         hc_pre, split_sinkhorn,
     },
     moe::{GateParams, Moe, MoeConfig, Routing, ScoreFunc, topk_gate},
     quant::{
-        GroupedLinear, Linear, ScaleFormat, WeightFormat, act_quant, fake_quant_fp4,
-        fake_quant_fp8, fp4_act_quant,
+        ActScale, Fp4Weight, Fp8Weight, GroupedLinear, Linear, QuantizedActivation, ScaleFormat,
+        WeightFormat, act_quant, act_quant_with, fake_quant_fp4, fake_quant_fp8,
+        fake_quant_fp8_with, fp4_act_quant, fp4_gemm, fp8_gemm,
     },
 };
+use half::bf16;
 
 use crate::data::{Random, checkpoint, on, values};
 
@@ -196,7 +198,13 @@ fn core(gpu: &Device, rng: &Random, r: &mut Report) -> Result<()> {
             |o, _| rms_norm(&o[0], &o[1], 1e-20),
         )?;
     }
-    for (t, h, d, rd) in [(3, 5, 64, 16), (1, 64, 512, 64), (17, 1, 128, 64)] {
+    for (t, h, d, rd) in [
+        (3, 5, 64, 16),
+        (1, 64, 512, 64),
+        (17, 1, 128, 64),
+        (5, 3, 16, 16),
+        (4, 2, 48, 32),
+    ] {
         let (x, table) = (rng.bf16(&[t, h, d], 1.0)?, rope_table(rng, t, rd)?);
         for inverse in [false, true] {
             let shape = format!("{t}x{h}x{d}, {rd} inverse {inverse}");
@@ -265,6 +273,53 @@ fn quant(gpu: &Device, rng: &Random, r: &mut Report) -> Result<()> {
             r.both("fp4_act_quant scales", &shape, gpu, 0.0, &[&x], scales)?;
         }
     }
+    for (t, k, group) in [(5, 96, 48), (5, 256, 128), (10, 5120, 128), (3, 64, 16)] {
+        let mut x = rng.uneven(t, k)?;
+        if t == 10 {
+            // A group with an infinity, one with NaN.
+            let mut values = x.flatten_all()?.to_vec1::<bf16>()?;
+            (values[3], values[k + 200]) = (bf16::INFINITY, bf16::NAN);
+            x = Tensor::from_vec(values, (t, k), &Device::Cpu)?;
+        }
+        for format in [ActScale::E8M0, ActScale::F32] {
+            let shape = format!("{t}x{k}, group {group} {format:?}");
+            let part = |codes: bool| {
+                move |o: &[Tensor], _: &Device| {
+                    let a = act_quant_with(&o[0], group, format)?;
+                    Ok(if codes { a.data } else { a.scale })
+                }
+            };
+            r.both("act_quant codes", &shape, gpu, 0.0, &[&x], part(true))?;
+            r.both("act_quant scales", &shape, gpu, 0.0, &[&x], part(false))?;
+            r.both("fake_quant_fp8", &shape, gpu, 0.0, &[&x], |o, _| {
+                fake_quant_fp8_with(&o[0], group, format)
+            })?;
+        }
+    }
+    // Products on ready codes, in the activation's own groups.
+    for (m, n, k, group) in [(3, 70, 96, 32), (7, 256, 1280, 128), (40, 130, 5120, 32)] {
+        let a = act_quant_with(&rng.bf16(&[m, k], 1.0)?, group, ActScale::E8M0)?;
+        let shape = format!("M{m} N{n} K{k}, group {group}");
+        for format in [WeightFormat::Fp8, WeightFormat::Fp4] {
+            let stored = rng.weight("", n, k, format);
+            let (codes, scales) = (stored[0].bytes.clone(), stored[1].bytes.clone());
+            let op = match format {
+                WeightFormat::Fp8 => "fp8_gemm",
+                _ => "fp4_gemm",
+            };
+            r.both(op, &shape, gpu, PRODUCT, &[&a.data, &a.scale], |o, _| {
+                let a = QuantizedActivation {
+                    data: o[0].clone(),
+                    scale: o[1].clone(),
+                };
+                let (codes, scales) = (codes.clone(), scales.clone());
+                match format {
+                    WeightFormat::Fp8 => fp8_gemm(&a, &Fp8Weight::new(codes, scales, n, k, 32)?),
+                    _ => fp4_gemm(&a, &Fp4Weight::new(codes, scales, n, k)?),
+                }
+            })?;
+        }
+    }
     for format in [
         WeightFormat::Bf16,
         WeightFormat::F32,
@@ -277,6 +332,7 @@ fn quant(gpu: &Device, rng: &Random, r: &mut Report) -> Result<()> {
             (512, 2304, &[2, 16, 33, 130]),
             (1280, 5120, &[1, 8, 20]),
             (2304, 1280, &[5]),
+            (5120, 8192, &[1, 4, 16]),
         ] {
             let weights = rng.weight("", n, k, format);
             for &m in ms {
@@ -332,7 +388,10 @@ fn hyperconn(gpu: &Device, rng: &Random, r: &mut Report) -> Result<()> {
         (6, 2, 64),
         (70, 4, 352),
         (9, 4, 5120),
+        (2, 4, 5120),
+        (17, 4, 5120),
         (150, 4, 352),
+        (300, 4, 1280),
     ] {
         let width = (2 + c) * c;
         let shape = format!("{t}x{c}x{dim}");
@@ -454,6 +513,8 @@ fn moe(gpu: &Device, rng: &Random, r: &mut Report) -> Result<()> {
         (64, 32, 3, 3, 5),
         (160, 96, 7, 2, 11),
         (512, 2304, 16, 6, 1),
+        (5120, 2304, 7, 6, 1),
+        (768, 256, 5, 3, 1),
         (5120, 256, 12, 6, 3),
         (128, 64, 8, 2, 300),
     ];
@@ -759,9 +820,18 @@ fn engram(gpu: &Device, rng: &Random, r: &mut Report) -> Result<()> {
         let mask = Tensor::from_vec(mask, t, &Device::Cpu)?;
         let shape = format!("{t}x{c}x{dim}, {columns} rows of {hd}");
         let load = |d: &Device| Engram::new(&cfg, 0, checkpoint(weights.clone(), d));
-        r.both("engram lookup", &shape, gpu, 0.0, &[&ids], |o, d| {
-            load(d)?.gather(&o[0])
-        })?;
+        for placement in [
+            TablePlacement::Device,
+            TablePlacement::Mapped,
+            TablePlacement::Host,
+        ] {
+            let shape = format!("{shape}, {placement:?}");
+            r.both("engram lookup", &shape, gpu, 0.0, &[&ids], |o, d| {
+                let mut layer = load(d)?;
+                layer.place_table(placement)?;
+                layer.gather(&o[0])
+            })?;
+        }
         r.both(
             "engram",
             &shape,

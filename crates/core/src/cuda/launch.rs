@@ -134,6 +134,36 @@ impl<'a> Launch<'a> {
         block: usize,
         shared: usize,
     ) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.start(grid, block, shared, false) }
+    }
+
+    /// The same for a kernel whose blocks wait for each other: all of them run at once, or none does.
+    ///
+    /// # Errors
+    /// As [`launch`](Self::launch); also a grid that the device does not hold at once.
+    ///
+    /// # Safety
+    /// As [`launch`](Self::launch).
+    pub unsafe fn launch_cooperative(
+        self,
+        grid: (usize, usize, usize),
+        block: usize,
+        shared: usize,
+    ) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.start(grid, block, shared, true) }
+    }
+
+    /// # Safety
+    /// As [`launch`](Self::launch).
+    unsafe fn start(
+        self,
+        grid: (usize, usize, usize),
+        block: usize,
+        shared: usize,
+        cooperative: bool,
+    ) -> Result<()> {
         if grid.0 == 0 || grid.1 == 0 || grid.2 == 0 {
             return Ok(());
         }
@@ -176,7 +206,13 @@ impl<'a> Launch<'a> {
             shared_mem_bytes: shared as u32,
         };
         // SAFETY: the caller's promise.
-        unsafe { builder.launch(config) }.map_err(|e| driver(self.name, e))?;
+        let started = unsafe {
+            match cooperative {
+                true => builder.launch_cooperative(config),
+                false => builder.launch(config),
+            }
+        };
+        started.map_err(|e| driver(self.name, e))?;
         Ok(())
     }
 }

@@ -11,6 +11,7 @@
 mod device;
 mod graph;
 mod launch;
+mod mapped;
 mod modules;
 pub mod ops;
 mod staged;
@@ -30,6 +31,7 @@ pub use self::{
     device::{capability, is_hopper, multiprocessors},
     graph::{Graph, StreamUser},
     launch::{Launch, MAX_GRID_YZ},
+    mapped::Mapped,
     staged::Staged,
     tensors::{Held, Out, Ptr, bf16_weight, bytes_to_device, contiguous, fits_bf16},
 };

@@ -28,6 +28,14 @@ impl Ptr<'_> {
         owner: PhantomData,
     };
 
+    /// An address that whoever asked for it keeps valid.
+    pub(super) fn at(address: u64) -> Self {
+        Self {
+            address,
+            owner: PhantomData,
+        }
+    }
+
     /// The address `bytes` further on.
     #[must_use]
     pub fn offset(self, bytes: usize) -> Self {

@@ -56,8 +56,11 @@ pub fn act_quant(xs: &Tensor) -> Result<QuantizedActivation> {
 pub fn act_quant_with(xs: &Tensor, group: usize, format: ActScale) -> Result<QuantizedActivation> {
     check_groups("act_quant", xs, group)?;
     #[cfg(feature = "cuda")]
-    if xs.device().is_cuda() && group == FP8_GROUP && format == ActScale::E8M0 {
-        let (data, scale) = crate::cuda::act_quant_codes(xs)?;
+    if xs.device().is_cuda() {
+        let (data, scale) = match (group, format) {
+            (FP8_GROUP, ActScale::E8M0) => crate::cuda::act_quant_codes(xs)?,
+            _ => crate::cuda::act_quant_any(xs, group, format)?,
+        };
         return Ok(QuantizedActivation { data, scale });
     }
     let xs = xs.contiguous()?;

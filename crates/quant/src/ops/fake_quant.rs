@@ -38,8 +38,11 @@ pub fn fake_quant_fp8(xs: &Tensor) -> Result<Tensor> {
 pub fn fake_quant_fp8_with(xs: &Tensor, group: usize, format: ActScale) -> Result<Tensor> {
     check_groups("fake_quant_fp8", xs, group)?;
     #[cfg(feature = "cuda")]
-    if xs.device().is_cuda() && group == FP8_GROUP && format == ActScale::E8M0 {
-        return crate::cuda::act_quant_values(xs);
+    if xs.device().is_cuda() {
+        return match (group, format) {
+            (FP8_GROUP, ActScale::E8M0) => crate::cuda::act_quant_values(xs),
+            _ => crate::cuda::fake_quant_any(xs, group, format),
+        };
     }
     Ok(xs
         .contiguous()?

@@ -78,7 +78,7 @@ pub(crate) fn activation_values(codes: &[u8], scales: &[u8], group: usize, value
 }
 
 /// Both products: the weight formats differ only in how a row is decoded.
-pub(crate) fn quantised_gemm<W: WeightRows>(
+pub(crate) fn quantised_gemm<W: WeightRows + Quantised>(
     op: &'static str,
     a: &QuantizedActivation,
     weight: &W,
@@ -96,6 +96,10 @@ pub(crate) fn quantised_gemm<W: WeightRows>(
             format!("activation has k = {k}, weight {}", weight.cols()),
         ));
     }
+    #[cfg(feature = "cuda")]
+    if a.data.device().is_cuda() {
+        return crate::cuda::gemm(a, group, weight);
+    }
     let op = Gemm {
         name: op,
         weight,
@@ -104,6 +108,27 @@ pub(crate) fn quantised_gemm<W: WeightRows>(
     Ok(a.data
         .contiguous()?
         .apply_op2_no_bwd(&a.scale.contiguous()?, &op)?)
+}
+
+/// A weight that a product takes as codes and scales.
+pub(crate) trait Quantised {
+    /// The layer that the weight makes, which knows its format.
+    #[cfg(feature = "cuda")]
+    fn linear(&self) -> crate::Linear;
+}
+
+impl Quantised for Fp8Weight {
+    #[cfg(feature = "cuda")]
+    fn linear(&self) -> crate::Linear {
+        crate::Linear::Fp8(self.clone())
+    }
+}
+
+impl Quantised for crate::weight::Fp4Weight {
+    #[cfg(feature = "cuda")]
+    fn linear(&self) -> crate::Linear {
+        crate::Linear::Fp4(self.clone())
+    }
 }
 
 struct Gemm<'a, W> {
