@@ -120,7 +120,7 @@ impl Head {
             .for_each(|(panel, keys)| {
                 for (c, j) in (panel * KEYS..n.min((panel + 1) * KEYS)).enumerate() {
                     for (row, v) in keys.iter_mut().zip(at.get(qkv, j, 1)) {
-                        row.0[c] = v.to_f32();
+                        row.0[c] = wide(*v);
                     }
                 }
             });
@@ -130,10 +130,7 @@ impl Head {
             .enumerate()
             .for_each(|(panel, values)| {
                 for (j, row) in values.iter_mut().enumerate() {
-                    let part = &at.get(qkv, j, 2)[panel * WIDTH..];
-                    for (o, v) in row.0.iter_mut().zip(part) {
-                        *o = v.to_f32();
-                    }
+                    widen(&at.get(qkv, j, 2)[panel * WIDTH..], &mut row.0);
                 }
             });
         Self {
@@ -157,12 +154,10 @@ impl Head {
         let (n, hd, m) = (self.n, self.hd, out.len());
         let padded = n.div_ceil(KEYS) * KEYS;
         let Scratch { q, p, totals, acc } = scratch;
-        q.clear();
-        q.extend(
-            (first..first + m)
-                .flat_map(|i| at.get(qkv, i, 0))
-                .map(|v| v.to_f32()),
-        );
+        q.resize(m * hd, 0.0);
+        for (i, q) in q.chunks_exact_mut(hd).enumerate() {
+            widen(at.get(qkv, first + i, 0), q);
+        }
         p.resize(m * padded, 0.0);
         for (panel, keys) in self.keys.chunks_exact(hd).enumerate() {
             for (q, p) in q.chunks(ROWS * hd).zip(p.chunks_mut(ROWS * padded)) {
@@ -193,11 +188,32 @@ impl Head {
             }
             let rows = acc.iter().flatten().zip(out.iter_mut()).zip(totals.iter());
             for ((acc, out), total) in rows {
-                for (o, v) in out[panel * WIDTH..].iter_mut().zip(acc.0) {
-                    *o = bf16::from_f32(v / total);
-                }
+                divide(&acc.0, *total, &mut out[panel * WIDTH..]);
             }
         }
+    }
+}
+
+/// A bf16 is the upper half of an f32. Without `half`'s care for signalling NaNs, this is vector code.
+fn wide(v: bf16) -> f32 {
+    f32::from_bits(u32::from(v.to_bits()) << 16)
+}
+
+/// As many as the shorter of the two has.
+fn widen(from: &[bf16], to: &mut [f32]) {
+    to.iter_mut().zip(from).for_each(|(o, v)| *o = wide(*v));
+}
+
+/// `out = bf16(sums / total)`, as many as the shorter of the two has.
+fn divide(sums: &[f32; WIDTH], total: f32, out: &mut [bf16]) {
+    simd_dispatch!(divide_body(sums: &[f32; WIDTH], total: f32, out: &mut [bf16]))
+}
+
+#[inline(always)]
+fn divide_body(sums: &[f32; WIDTH], total: f32, out: &mut [bf16]) {
+    for (o, v) in out.iter_mut().zip(sums) {
+        let bits = round_to_bf16(v / total).to_bits();
+        *o = bf16::from_bits((bits >> 16) as u16);
     }
 }
 

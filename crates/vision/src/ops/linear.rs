@@ -7,6 +7,7 @@
 //! with [`cpu::dot`]'s order of additions. The bias joins in f32: adding it to a product already rounded
 //! to bf16 would round twice.
 
+mod packed;
 mod tile;
 
 use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Tensor};
@@ -17,7 +18,10 @@ use deepseek_v41_core::{
 use half::bf16;
 use rayon::prelude::*;
 
-use self::tile::{COLS, ColStep, LANES, ROWS, RowStep};
+use self::{
+    packed::PackedRows,
+    tile::{COLS, ColStep, LANES, ROWS},
+};
 use super::cpu_bf16;
 use crate::simd::Isa;
 
@@ -98,19 +102,23 @@ impl Linear {
             }
             return;
         }
-        for (xs, out) in xs.chunks(BAND_ROWS * k).zip(out.chunks_mut(BAND_ROWS * n)) {
-            self.forward_band(xs, out, isa);
+        // Blocks enough for every thread, and no more: what is packed shall stay in the caches.
+        let wanted = 2 * rayon::current_num_threads();
+        let rows = BLOCK_ROWS * wanted.div_ceil(n.div_ceil(BLOCK_COLS));
+        let mut packed = PackedRows::default();
+        for (xs, out) in xs.chunks(rows * k).zip(out.chunks_mut(rows * n)) {
+            packed.pack(xs, k);
+            self.forward_band(&packed, out, isa);
         }
     }
 
-    /// Up to [`BAND_ROWS`] rows.
-    fn forward_band(&self, xs: &[bf16], out: &mut [bf16], isa: Isa) {
+    /// The rows that are packed.
+    fn forward_band(&self, packed: &PackedRows, out: &mut [bf16], isa: Isa) {
         let (n, k) = (self.out_dim(), self.in_dim());
-        let m = xs.len() / k;
-        let packed = PackedRows::new(xs, k);
+        let m = out.len() / n;
         let mut blocks = split_blocks(out, m, n);
         let run = |scratch: &mut Scratch, block: &mut Block<'_>| {
-            self.forward_block(&packed, block, scratch, isa);
+            self.forward_block(packed, block, scratch, isa);
         };
         if cpu::should_parallelise(2 * m * n * k) {
             blocks.par_iter_mut().for_each_init(Scratch::default, run);
@@ -139,8 +147,15 @@ impl Linear {
             panel.resize(steps, tile::ZERO_COLS);
             let rows = packed.tiles(block.row / ROWS, tiles, s0, steps);
             for (p, acc) in acc.chunks_exact_mut(tiles).enumerate() {
-                self.widen(block.column + p * COLS, s0, panel, isa);
-                for (x, acc) in rows.chunks_exact(steps).zip(acc) {
+                let column = block.column + p * COLS;
+                self.widen(column, s0, panel, isa);
+                // The weights widened next come from memory: they are asked for while these are used.
+                let next = match p + 1 < panels {
+                    true => (column + COLS, s0),
+                    false => (block.column, s0 + steps),
+                };
+                for (t, (x, acc)) in rows.chunks_exact(steps).zip(acc).enumerate() {
+                    self.prefetch(next, t, tiles);
                     tile::accumulate(isa, x, panel, acc, s0 == 0);
                 }
             }
@@ -163,6 +178,21 @@ impl Linear {
             }
             for (row, values) in rows.iter_mut().zip(&values) {
                 row.copy_from_slice(&values[..row.len()]);
+            }
+        }
+    }
+
+    /// Part `part` of `parts` of the weights that [`widen`](Self::widen) reads for a column and a step.
+    fn prefetch(&self, (column, s0): (usize, usize), part: usize, parts: usize) {
+        const LINE: usize = 64;
+        let (k, bytes) = (self.in_dim(), self.weight.bytes());
+        let lines = (STEPS * LANES * 2).div_ceil(LINE);
+        let share = (COLS * lines).div_ceil(parts);
+        for i in part * share..((part + 1) * share).min(COLS * lines) {
+            let at = ((column + i / lines) * k + s0 * LANES) * 2 + i % lines * LINE;
+            // Past the row's end it is another row's, past the last row nothing.
+            if let Some(byte) = bytes.get(at) {
+                tile::prefetch(byte);
             }
         }
     }
@@ -196,12 +226,11 @@ pub fn linear_ref(xs: &[f32], weight: &[f32], bias: Option<&[f32]>, k: usize, ou
     }
 }
 
-/// Rows widened at a time: bounds the f32 copy of the activations.
-const BAND_ROWS: usize = 4 * BLOCK_ROWS;
 /// Rows of an output block: enough that widening a weight is small beside using it.
-const BLOCK_ROWS: usize = 48 * ROWS;
-/// Columns of an output block: the block's partial sums stay in a core's second-level cache.
-const BLOCK_COLS: usize = 8 * COLS;
+const BLOCK_ROWS: usize = 24 * ROWS;
+/// Columns of an output block, each of which reads all packed rows again. The block's partial sums stay in
+/// a core's second-level cache.
+const BLOCK_COLS: usize = 16 * COLS;
 /// Steps of [`LANES`] along K at a time: a panel of weights and a tile of rows stay in the first-level
 /// cache.
 const STEPS: usize = 64;
@@ -237,67 +266,6 @@ fn split_blocks(out: &mut [bf16], m: usize, n: usize) -> Vec<Block<'_>> {
         }
     }
     blocks
-}
-
-/// Activations widened to f32 in the order [`tile::accumulate`] reads them: for every [`STEPS`] steps
-/// along K, `[tiles, steps, ROWS, LANES]`; zeros behind the last row and the last element.
-struct PackedRows {
-    data: Vec<RowStep>,
-    tiles: usize,
-    steps: usize,
-}
-
-impl PackedRows {
-    fn new(xs: &[bf16], k: usize) -> Self {
-        let (m, steps) = (xs.len() / k, k.div_ceil(LANES));
-        let tiles = m.div_ceil(ROWS);
-        let mut data = vec![tile::ZERO_ROWS; tiles * steps];
-        let pack = |(i, data): (usize, &mut [RowStep])| {
-            let k0 = i * STEPS * LANES;
-            let k1 = (k0 + STEPS * LANES).min(k);
-            for (rows, tile) in xs.chunks(ROWS * k).zip(data.chunks_mut(data.len() / tiles)) {
-                for (r, row) in rows.chunks_exact(k).enumerate() {
-                    pack_row(&row[k0..k1], r, tile);
-                }
-            }
-        };
-        if cpu::should_parallelise(xs.len() * 4) {
-            data.par_chunks_mut(tiles * STEPS)
-                .enumerate()
-                .for_each(pack);
-        } else {
-            data.chunks_mut(tiles * STEPS).enumerate().for_each(pack);
-        }
-        Self { data, tiles, steps }
-    }
-
-    /// `[n, steps]` of `n` tiles from `tile` on.
-    fn tiles(&self, tile: usize, n: usize, s0: usize, steps: usize) -> &[RowStep] {
-        debug_assert!(s0.is_multiple_of(STEPS) && s0 + steps <= self.steps);
-        let start = s0 * self.tiles + tile * steps;
-        &self.data[start..start + n * steps]
-    }
-}
-
-/// Widens a part of one row of activations into row `r` of a tile.
-fn pack_row(xs: &[bf16], r: usize, tile: &mut [RowStep]) {
-    simd_dispatch!(pack_row_body(xs: &[bf16], r: usize, tile: &mut [RowStep]))
-}
-
-#[inline(always)]
-fn pack_row_body(xs: &[bf16], r: usize, tile: &mut [RowStep]) {
-    let (whole, rest) = xs.as_chunks::<LANES>();
-    for (step, x) in tile.iter_mut().zip(whole) {
-        for l in 0..LANES {
-            step.0[r][l] = x[l].to_f32();
-        }
-    }
-    if let Some(step) = tile.get_mut(whole.len()) {
-        step.0[r]
-            .iter_mut()
-            .zip(rest)
-            .for_each(|(o, x)| *o = x.to_f32());
-    }
 }
 
 struct LinearOp<'a>(&'a Linear);
@@ -368,7 +336,27 @@ mod tests {
             STEPS * LANES + 9,
             true,
         );
-        check(BAND_ROWS + 1, COLS + 1, 3, false);
+        check(3 * BLOCK_ROWS + 1, COLS + 1, 3, false);
+    }
+
+    /// What a band left in the packed rows does not reach the next one, past whose last element there
+    /// would be infinities.
+    #[test]
+    fn bands_leave_nothing_behind() {
+        const K: usize = LANES + 1;
+        let (linear, weight) = layer(8, K, false, 7);
+        for rest in [1, ROWS, ROWS + 1] {
+            let m = 2 * BLOCK_ROWS + rest;
+            let mut xs = random_bf16(m * K, 1.0, 8);
+            xs[..2 * BLOCK_ROWS * K].fill(bf16::INFINITY);
+            let wide: Vec<f32> = xs.iter().map(|v| v.to_f32()).collect();
+            let mut expected = vec![bf16::ZERO; m * 8];
+            linear_ref(&wide, &weight, None, K, &mut expected);
+            let mut out = vec![bf16::ZERO; m * 8];
+            with_threads(1, || linear.forward_slice(&xs, &mut out, Isa::detect()));
+            let behind = 2 * BLOCK_ROWS * 8..;
+            assert_bits_eq(&out[behind.clone()], &expected[behind]);
+        }
     }
 
     #[test]

@@ -150,6 +150,18 @@ fn avx512(x: &[RowStep], w: &[ColStep], Aligned(acc): &mut Acc, fresh: bool) {
     }
 }
 
+/// Asks for the cache line of `byte`.
+pub(super) fn prefetch(byte: &u8) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a hint without an effect on memory; every x86-64 machine has it.
+    unsafe {
+        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+        _mm_prefetch::<_MM_HINT_T1>(std::ptr::from_ref(byte).cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = byte;
+}
+
 /// Widens one weight row, bf16 in the file's (little-endian) order, into column `c` of a panel, with
 /// zeros behind its end.
 pub(super) fn widen(isa: Isa, bytes: &[u8], c: usize, panel: &mut [ColStep]) {
