@@ -134,7 +134,7 @@ impl ModelState {
         })
     }
 
-    /// Whether a GPU's steps of a few tokens may be captured and replayed, which they are from the third
+    /// Whether a GPU's steps of a few tokens may be captured and replayed, which they are from the second
     /// step of one layout on; the default. No result depends on it. What is captured stays in the GPU's
     /// memory until the state goes or this is turned off.
     ///

@@ -1,11 +1,12 @@
 //! Whole models on the GPU: golden recordings, and the embedded model against itself on the CPU.
 
-use std::{path::Path, time::Instant};
+use std::{collections::HashMap, path::Path, time::Instant};
 
-use candle_core::Device;
+use candle_core::{DType, Device, Tensor};
 use deepseek_v41::{
     DeepSeekV41, Event, GenerateOptions, LoadOptions, Result, Speculation,
-    model::{ForwardBatch, Limits, ModelState},
+    model::{ForwardBatch, Limits, ModelState, Probe},
+    moe::Routing,
     speculative::{DraftLength, PromptLookup},
 };
 use deepseek_v41_examples::golden_model::{GoldenModel, Mode};
@@ -87,6 +88,88 @@ fn generate(model: &DeepSeekV41, speculation: Speculation, n: usize) -> Result<(
     Ok((tokens, rate))
 }
 
+/// Which experts and rows one device chose, and how often the other one agreed.
+#[derive(Default)]
+struct Choices {
+    step: usize,
+    experts: HashMap<(usize, usize), Tensor>,
+    rows: HashMap<(usize, usize), Tensor>,
+    /// Where the recorded choices are replayed, once they are.
+    replayed_on: Option<Device>,
+    /// Tokens with the same choice, of how many.
+    experts_equal: (usize, usize),
+    rows_equal: (usize, usize),
+}
+
+impl Choices {
+    fn replay(&self, kept: &HashMap<(usize, usize), Tensor>, layer: usize) -> Option<Tensor> {
+        let device = self.replayed_on.as_ref()?;
+        kept.get(&(self.step, layer))?.to_device(device).ok()
+    }
+}
+
+/// Tokens that chose the same, in whatever order.
+fn equal_choices(a: &Tensor, b: &Tensor) -> Result<(usize, usize)> {
+    let sets = |t: &Tensor| -> Result<Vec<Vec<i64>>> {
+        let t = t.to_device(&Device::Cpu)?.to_dtype(DType::I64)?;
+        let mut rows = t.to_vec2::<i64>()?;
+        for row in &mut rows {
+            row.retain(|v| *v >= 0);
+            row.sort_unstable();
+        }
+        Ok(rows)
+    };
+    let (a, b) = (sets(a)?, sets(b)?);
+    let equal = a.iter().zip(&b).filter(|(a, b)| a == b).count();
+    Ok((equal, a.len()))
+}
+
+impl Probe for Choices {
+    fn wants_streams(&self) -> bool {
+        false
+    }
+
+    fn routed(&mut self, layer: usize, own: &Routing) {
+        let at = (self.step, layer);
+        match self.experts.get(&at).filter(|_| self.replayed_on.is_some()) {
+            Some(kept) => {
+                let (equal, all) = equal_choices(kept, &own.experts).unwrap_or((0, 1));
+                self.experts_equal.0 += equal;
+                self.experts_equal.1 += all;
+            }
+            None => {
+                self.experts.insert(at, own.experts.clone());
+            }
+        }
+    }
+
+    fn replay_experts(&mut self, layer: usize) -> Option<Tensor> {
+        self.replay(&self.experts, layer)
+    }
+
+    fn wants_selections(&self) -> bool {
+        true
+    }
+
+    fn selected(&mut self, layer: usize, own: &Tensor) {
+        let at = (self.step, layer);
+        match self.rows.get(&at).filter(|_| self.replayed_on.is_some()) {
+            Some(kept) => {
+                let (equal, all) = equal_choices(kept, own).unwrap_or((0, 1));
+                self.rows_equal.0 += equal;
+                self.rows_equal.1 += all;
+            }
+            None => {
+                self.rows.insert(at, own.clone());
+            }
+        }
+    }
+
+    fn replay_selection(&mut self, layer: usize) -> Option<Tensor> {
+        self.replay(&self.rows, layer)
+    }
+}
+
 /// Greedy choices of a row of logits.
 fn best(logits: &[f64]) -> usize {
     let mut best = 0;
@@ -105,8 +188,11 @@ fn best(logits: &[f64]) -> usize {
 pub(crate) fn tiny(gpu: &Device, r: &mut Report) -> Result<()> {
     let (cpu, gpu_model) = (load(&Device::Cpu)?, load(gpu)?);
     let (text, cpu_rate) = generate(&cpu, Speculation::Off, 128)?;
-    // The CPU's text fed to both, a prompt and then token by token.
-    let logits = |model: &DeepSeekV41| -> Result<Vec<Vec<f64>>> {
+    // The CPU's text fed to both, a prompt and then token by token. The GPU replays the CPU's choices: two
+    // experts or rows that score about the same are chosen differently now and then, and what such a step
+    // says is not comparable.
+    let mut choices = Choices::default();
+    let mut logits = |model: &DeepSeekV41| -> Result<Vec<Vec<f64>>> {
         let transformer = model.transformer();
         let mut state = ModelState::new(
             transformer.config(),
@@ -122,12 +208,12 @@ pub(crate) fn tiny(gpu: &Device, r: &mut Report) -> Result<()> {
             .into_iter()
             .chain(text[64..].iter().map(|t| vec![*t]))
         {
-            out.push(values(
-                &transformer
-                    .forward(&ForwardBatch::one(seq, ids), &mut state)?
-                    .logits,
-            )?);
+            let batch = ForwardBatch::one(seq, ids);
+            choices.step = out.len();
+            let step = transformer.forward_probed(&batch, &mut state, &mut choices)?;
+            out.push(values(&step.logits)?);
         }
+        choices.replayed_on = Some(gpu.clone());
         Ok(out)
     };
     let (a, b) = (logits(&cpu)?, logits(&gpu_model)?);
@@ -140,6 +226,13 @@ pub(crate) fn tiny(gpu: &Device, r: &mut Report) -> Result<()> {
         .map(|(i, e)| format!("{i}: {e:.2}"))
         .collect();
     println!("       steps above 0.1: {}", large.join(", "));
+    println!(
+        "       tiny, own choices: {} of {} lists of experts and {} of {} of rows as on the CPU",
+        choices.experts_equal.0,
+        choices.experts_equal.1,
+        choices.rows_equal.0,
+        choices.rows_equal.1
+    );
     errors.sort_by(f64::total_cmp);
     let shape = format!("{} steps", errors.len());
     r.error(
