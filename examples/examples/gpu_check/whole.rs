@@ -241,7 +241,12 @@ pub(crate) fn tiny(gpu: &Device, r: &mut Report) -> Result<()> {
         errors[errors.len() / 2],
         5e-2,
     );
-    r.error("tiny logits, worst", &shape, errors[errors.len() - 1], MODEL);
+    r.error(
+        "tiny logits, worst",
+        &shape,
+        errors[errors.len() - 1],
+        MODEL,
+    );
     let differ = a.iter().zip(&b).filter(|(a, b)| best(a) != best(b)).count();
     r.error(
         "tiny most likely tokens",
