@@ -245,7 +245,11 @@ impl AttnPlan {
     }
 }
 
-pub(crate) fn check_chunks(chunks: &[ChunkSpec], geometry: &CacheGeometry) -> Result<()> {
+/// Whether a step may consist of these chunks.
+///
+/// # Errors
+/// As [`AttnPlan::new`].
+pub fn check_chunks(chunks: &[ChunkSpec], geometry: &CacheGeometry) -> Result<()> {
     let mut total = 0usize;
     for (i, chunk) in chunks.iter().enumerate() {
         geometry.check_slot(chunk.slot)?;

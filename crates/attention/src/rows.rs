@@ -173,13 +173,13 @@ impl CustomOp3 for FinishRows {
         let (dims, half) = (l1.dims(), l2.dims()[1]);
         let width = dims[dims.len() - 1];
         let heads = if dims.len() == 3 { dims[1] } else { 1 };
-        let token = |copy: &mut Vec<bf16>, t: usize, rows: &mut [bf16]| {
-            copy.resize(width, bf16::ZERO);
+        let token = |t: usize, rows: &mut [bf16]| {
+            let mut copy = vec![bf16::ZERO; if norm.is_some() { width } else { 0 }];
             let at = t * half..(t + 1) * half;
             for row in rows.chunks_exact_mut(width) {
                 finish_row(
                     row,
-                    copy,
+                    &mut copy,
                     norm,
                     (&cos[at.clone()], &sin[at.clone()]),
                     self.quant,
@@ -187,10 +187,7 @@ impl CustomOp3 for FinishRows {
             }
         };
         if heads > 0 {
-            let work = out.len() * 24;
-            cpu::for_each_piece(work, &mut out, heads * width, |t, rows| {
-                token(&mut Vec::new(), t, rows);
-            });
+            cpu::for_each_piece(out.len() * 24, &mut out, heads * width, token);
         }
         Ok((CpuStorage::BF16(out), l1.shape().clone()))
     }

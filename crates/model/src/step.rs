@@ -47,6 +47,18 @@ pub(crate) enum Rows {
     Some(Tensor),
 }
 
+impl Rows {
+    /// Those that the batch asks for.
+    pub(crate) fn of(batch: &ForwardBatch) -> Result<Self> {
+        match batch.logits {
+            LogitRows::All => Ok(Self::All),
+            LogitRows::None => Ok(Self::None),
+            LogitRows::Last => newest_rows(batch, 1),
+            LogitRows::Newest(n) => newest_rows(batch, n),
+        }
+    }
+}
+
 impl StepInputs {
     /// The inputs with each tensor replaced by what `f` makes of it, always in the same order.
     #[cfg(feature = "cuda")]
@@ -80,14 +92,6 @@ impl Transformer {
         masks: &[Option<Vec<u8>>],
     ) -> Result<StepInputs> {
         let cpu = &Device::Cpu;
-        let mut engram = Vec::new();
-        if let Some(own) = &self.engram {
-            let hashes = own.hash(batch, state)?;
-            let layers = own.layers.iter().enumerate();
-            engram = layers
-                .map(|(e, layer)| layer.host_input(&hashes.tensor(e, cpu)?))
-                .collect::<Result<_>>()?;
-        }
         let text = masks.iter().all(Option::is_none);
         let ids = match text && self.embed.is_on_device() {
             true => {
@@ -100,12 +104,6 @@ impl Transformer {
             false => None,
         };
         let carried = PreMix::one_hot(plan.tokens, self.cfg.hc_mult, cpu)?;
-        let rows = match batch.logits {
-            LogitRows::All => Rows::All,
-            LogitRows::None => Rows::None,
-            LogitRows::Last => newest_rows(batch, 1)?,
-            LogitRows::Newest(n) => newest_rows(batch, n)?,
-        };
         Ok(StepInputs {
             ropes: RopeTables::new(&plan, &self.window_rope, &self.compressed_rope, cpu)?,
             published: self.published_keys(batch, state, &plan)?,
@@ -113,9 +111,25 @@ impl Transformer {
             carried: carried.tensor().clone(),
             plan,
             ids,
-            engram,
-            rows,
+            engram: self.engram_inputs(batch, state)?,
+            rows: Rows::of(batch)?,
         })
+    }
+
+    /// For each Engram layer what it reads, `[T, ..]`.
+    pub(crate) fn engram_inputs(
+        &self,
+        batch: &ForwardBatch,
+        state: &ModelState,
+    ) -> Result<Vec<Tensor>> {
+        let Some(own) = &self.engram else {
+            return Ok(Vec::new());
+        };
+        let hashes = own.hash(batch, state)?;
+        let layers = own.layers.iter().enumerate();
+        layers
+            .map(|(e, layer)| layer.host_input(&hashes.tensor(e, &Device::Cpu)?))
+            .collect()
     }
 
     /// The layers over a step that nobody looks into.
@@ -128,9 +142,6 @@ impl Transformer {
         #[cfg(feature = "cuda")]
         if let Some(output) = self.replay(batch, state, inputs)? {
             return Ok(output);
-        }
-        if let Some(parts) = self.parts(batch, inputs) {
-            return self.side_by_side(batch, state, inputs, &parts);
         }
         self.compute_once(batch, state, inputs, &mut NoProbe)
     }

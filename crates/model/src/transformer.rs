@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use candle_core::Device;
-use deepseek_v41_attention::{AttnPlan, ChunkSpec};
+use deepseek_v41_attention::{AttnPlan, ChunkSpec, plan::check_chunks};
 use deepseek_v41_core::{
     Comm, Error, Fingerprint, LocalComm, Result, RmsNorm, Rope, VarBuilder, cpu, upload,
 };
@@ -168,18 +168,31 @@ impl Transformer {
         state: &mut ModelState,
         probe: Option<&mut dyn Probe>,
     ) -> Result<ForwardOutput> {
-        let plan = self.plan_step(batch, state)?;
-        if plan.tokens == 0 {
+        let chunks = self.check_step(batch, state)?;
+        if batch.tokens() == 0 {
             return self.empty_output(batch);
         }
         let masks: Vec<_> = batch.chunks.iter().map(image_mask).collect();
-        let inputs = self.inputs(batch, state, plan, &masks)?;
-        for chunk in &batch.chunks {
-            state.sequence_mut(chunk.seq)?.broken = true;
-        }
-        let output = match probe {
-            Some(probe) => self.compute_once(batch, state, &inputs, probe)?,
-            None => self.unobserved(batch, state, &inputs)?,
+        let parts = match probe {
+            None => self.parts(batch, &chunks, &masks),
+            Some(_) => None,
+        };
+        let output = match parts {
+            Some(parts) => {
+                let inputs = self.parts_inputs(batch, state)?;
+                begin(batch, state)?;
+                self.side_by_side(batch, state, &inputs, &parts)?
+            }
+            None => {
+                let on_gpu = !self.device.is_cpu();
+                let plan = AttnPlan::on_host(&chunks, &state.geometry, &self.ratios, on_gpu)?;
+                let inputs = self.inputs(batch, state, plan, &masks)?;
+                begin(batch, state)?;
+                match probe {
+                    Some(probe) => self.compute_once(batch, state, &inputs, probe)?,
+                    None => self.unobserved(batch, state, &inputs)?,
+                }
+            }
         };
         for (chunk, mask) in batch.chunks.iter().zip(&masks) {
             let sequence = state.sequence_mut(chunk.seq)?;
@@ -189,8 +202,8 @@ impl Transformer {
         Ok(output)
     }
 
-    /// Checks the batch and lays out the step; changes nothing.
-    fn plan_step(&self, batch: &ForwardBatch, state: &ModelState) -> Result<AttnPlan> {
+    /// Checks the batch; changes nothing.
+    fn check_step(&self, batch: &ForwardBatch, state: &ModelState) -> Result<Vec<ChunkSpec>> {
         let mut chunks = Vec::with_capacity(batch.chunks.len());
         for chunk in &batch.chunks {
             let sequence = state.sequence(chunk.seq)?;
@@ -208,12 +221,8 @@ impl Transformer {
             let (slot, start, len) = (chunk.seq.slot, start as u32, len as u32);
             chunks.push(ChunkSpec { slot, start, len });
         }
-        AttnPlan::on_host(
-            &chunks,
-            &state.geometry,
-            &self.ratios,
-            !self.device.is_cpu(),
-        )
+        check_chunks(&chunks, &state.geometry)?;
+        Ok(chunks)
     }
 
     fn empty_output(&self, batch: &ForwardBatch) -> Result<ForwardOutput> {
@@ -226,6 +235,14 @@ impl Transformer {
                 .transpose()?,
         })
     }
+}
+
+/// From here on an error leaves the batch's sequences half written.
+fn begin(batch: &ForwardBatch, state: &mut ModelState) -> Result<()> {
+    for chunk in &batch.chunks {
+        state.sequence_mut(chunk.seq)?.broken = true;
+    }
+    Ok(())
 }
 
 fn fingerprint(cfg: &Config, token_map: Option<&TokenMap>, vb: &VarBuilder) -> u64 {

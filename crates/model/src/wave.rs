@@ -24,7 +24,8 @@ use deepseek_v41_core::{Error, Result, cpu};
 use deepseek_v41_hyperconn::{Flow, PreMix, hc_pre};
 
 use crate::{
-    Chunk, Config, DSpark, ForwardBatch, ForwardOutput, ModelState, PlannedLayer, Transformer,
+    Chunk, Config, DSpark, ForwardBatch, ForwardOutput, IndexKeys, ModelState, PlannedLayer,
+    Transformer,
     block::Attend,
     lent::Caches,
     probe::NoProbe,
@@ -44,17 +45,40 @@ pub(crate) struct Part {
     chunks: Vec<ChunkSpec>,
 }
 
+/// What the parts of a step share.
+pub(crate) struct PartsInputs {
+    /// For each Engram layer what it reads, `[T, ..]`.
+    engram: Vec<Tensor>,
+    rows: Rows,
+}
+
 impl Transformer {
     /// The parts to run side by side, if that is the way to run this step.
-    pub(crate) fn parts(&self, batch: &ForwardBatch, inputs: &StepInputs) -> Option<Vec<Part>> {
-        let tokens = inputs.plan.tokens;
+    pub(crate) fn parts(
+        &self,
+        batch: &ForwardBatch,
+        chunks: &[ChunkSpec],
+        masks: &[Option<Vec<u8>>],
+    ) -> Option<Vec<Part>> {
         let fits = self.device.is_cpu()
             && self.ranks == 1
-            // These score keys that later layers have yet to write.
-            && inputs.published.is_none()
-            && inputs.image_mask.is_none();
-        let parts = parts(&self.cfg, tokens);
-        (fits && parts > 1).then(|| split(batch, &inputs.plan.chunks, parts))
+            // The others score keys that later layers have yet to write.
+            && self.cfg.index_keys == IndexKeys::Owner
+            && masks.iter().all(Option::is_none);
+        let parts = parts(&self.cfg, batch.tokens());
+        (fits && parts > 1).then(|| split(batch, chunks, parts))
+    }
+
+    /// What the parts of a step share.
+    pub(crate) fn parts_inputs(
+        &self,
+        batch: &ForwardBatch,
+        state: &ModelState,
+    ) -> Result<PartsInputs> {
+        Ok(PartsInputs {
+            engram: self.engram_inputs(batch, state)?,
+            rows: Rows::of(batch)?,
+        })
     }
 
     /// [`Transformer::compute`] part by part.
@@ -62,7 +86,7 @@ impl Transformer {
         &self,
         batch: &ForwardBatch,
         state: &mut ModelState,
-        inputs: &StepInputs,
+        inputs: &PartsInputs,
         parts: &[Part],
     ) -> Result<ForwardOutput> {
         let geometry = state.geometry;
@@ -113,25 +137,22 @@ impl Transformer {
     /// The inputs of some rows of a step.
     fn part_of(
         &self,
-        whole: &StepInputs,
+        whole: &PartsInputs,
         plan: AttnPlan,
         rows: &Range<usize>,
     ) -> Result<StepInputs> {
-        let part = |t: &Tensor| t.narrow(0, rows.start, rows.len());
+        let cpu = &self.device;
         Ok(StepInputs {
-            ropes: RopeTables::new(
-                &plan,
-                &self.window_rope,
-                &self.compressed_rope,
-                &self.device,
-            )?,
+            ropes: RopeTables::new(&plan, &self.window_rope, &self.compressed_rope, cpu)?,
             plan,
             ids: None,
-            carried: part(&whole.carried)?,
+            carried: PreMix::one_hot(rows.len(), self.cfg.hc_mult, cpu)?
+                .tensor()
+                .clone(),
             engram: whole
                 .engram
                 .iter()
-                .map(|t| Ok(part(t)?.contiguous()?))
+                .map(|t| Ok(t.narrow(0, rows.start, rows.len())?))
                 .collect::<Result<_>>()?,
             image_mask: None,
             published: None,
@@ -157,7 +178,7 @@ fn cuts(tokens: usize, parts: usize) -> impl Iterator<Item = Range<usize>> {
 /// Some rows of the blocks of a draft step, between two layers.
 struct BlockPart {
     rows: Range<usize>,
-    flow: Option<Flow>,
+    flow: Flow,
     /// Their queries and rows in the layer they have entered.
     entered: Option<(Tensor, Tensor)>,
     done: Result<()>,
@@ -179,7 +200,7 @@ impl DSpark {
             let of = |t: &Tensor| t.narrow(0, rows.start, rows.len());
             let carried = PreMix::from_tensor(of(carried.tensor())?)?;
             Ok(BlockPart {
-                flow: Some(Flow::new(of(stream)?, carried)),
+                flow: Flow::new(of(stream)?, carried),
                 rows,
                 entered: None,
                 done: Ok(()),
@@ -198,9 +219,7 @@ impl DSpark {
             };
             let (before, next) = (at.checked_sub(1), self.stages.get(at));
             let run = |part: &mut BlockPart| -> Result<()> {
-                let Some(flow) = &mut part.flow else {
-                    return Ok(());
-                };
+                let flow = &mut part.flow;
                 if let (Some(before), Some(kv), Some((q, _))) = (before, &kv, part.entered.take()) {
                     let (stage, cache) = (&self.stages[before], &state.draft[before]);
                     flow.leave(stage.attn.attend(&q, kv, &part.rows, plan, ropes, cache)?)?;
@@ -221,9 +240,8 @@ impl DSpark {
         }
         let out = parts
             .into_iter()
-            .filter_map(|part| part.flow)
-            .map(|flow| {
-                let (stream, carried) = flow.finish()?;
+            .map(|part| {
+                let (stream, carried) = part.flow.finish()?;
                 hc_pre(&stream, &carried)
             })
             .collect::<Result<Vec<_>>>()?;
@@ -297,7 +315,7 @@ impl Turn<'_, '_> {
             return Ok(());
         };
         let left = &self.shared.left[before];
-        let left = spin(|| Some(left.load(Ordering::Acquire)).filter(|left| *left > layer));
+        let left = cpu::spin(|| Some(left.load(Ordering::Acquire)).filter(|left| *left > layer));
         match left {
             GONE => Err(Error::MissingSource {
                 what: "the rows of earlier tokens, which failed",
@@ -344,22 +362,6 @@ impl Caches for Turn<'_, '_> {
     }
 }
 
-/// Looks until there is something: for what takes a few microseconds.
-fn spin<T>(mut look: impl FnMut() -> Option<T>) -> T {
-    let mut looks = 0;
-    loop {
-        if let Some(found) = look() {
-            return found;
-        }
-        looks += 1;
-        match looks < 4096 {
-            true => std::hint::spin_loop(),
-            // Whoever is waited for may not even be running.
-            false => std::thread::yield_now(),
-        }
-    }
-}
-
 /// A lock that someone panicked with serves a step that is going to end with that panic.
 fn free<G>(tried: std::result::Result<G, TryLockError<G>>) -> Option<G> {
     match tried {
@@ -370,13 +372,13 @@ fn free<G>(tried: std::result::Result<G, TryLockError<G>>) -> Option<G> {
 }
 
 fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
-    spin(|| free(of.try_lock()))
+    cpu::spin(|| free(of.try_lock()))
 }
 
 fn write<T>(of: &RwLock<T>) -> RwLockWriteGuard<'_, T> {
-    spin(|| free(of.try_write()))
+    cpu::spin(|| free(of.try_write()))
 }
 
 fn read<T>(of: &RwLock<T>) -> RwLockReadGuard<'_, T> {
-    spin(|| free(of.try_read()))
+    cpu::spin(|| free(of.try_read()))
 }

@@ -26,7 +26,7 @@ pub use matmul::{
     FEW_INPUTS, Lanes, Magnitudes, Stretch, WeightRows, accumulate_by_decoding,
     grouped_matmul_bf16, matmul, matmul_bf16, matmul_with,
 };
-pub use pool::{for_each_piece, for_each_task, in_pool, should_parallelise, team_size};
+pub use pool::{for_each_piece, for_each_task, in_pool, should_parallelise, spin, team_size};
 pub use rows::{Bf16Rows, F32Rows};
 pub use scratch::with_scratch;
 

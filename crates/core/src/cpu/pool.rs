@@ -106,6 +106,22 @@ pub fn in_pool<R: Send>(f: impl FnOnce() -> R + Send) -> R {
     })
 }
 
+/// Looks until there is something: for what another thread is about to give, in microseconds.
+pub fn spin<T>(mut look: impl FnMut() -> Option<T>) -> T {
+    let mut looks = 0;
+    loop {
+        if let Some(found) = look() {
+            return found;
+        }
+        looks += 1;
+        match looks < PATIENCE {
+            true => std::hint::spin_loop(),
+            // Whoever is waited for may not even be running: make room.
+            false => std::thread::yield_now(),
+        }
+    }
+}
+
 /// Threads of the pass this thread runs, itself included; 1 outside of passes and inside of their tasks.
 pub fn team_size() -> usize {
     match PLACE.get() {
@@ -202,7 +218,7 @@ impl Team {
             // SAFETY: shared with the team from here on, and only read.
             unsafe { &*job }.work();
         }
-        let panic = job.panic.get_mut().map_or(None, Option::take);
+        let panic = job.panic.get_mut().ok().and_then(Option::take);
         if let Some(panic) = panic {
             resume_unwind(panic);
         }
@@ -219,14 +235,14 @@ impl Team {
         // SAFETY: not null, so it stays while this thread is busy.
         let worked = unsafe { job.as_ref() }.is_some_and(|job| {
             let _back = Back::from(Place::Task);
-            let first = job.next.load(Ordering::Relaxed) < job.tasks;
+            let open = job.next.load(Ordering::Relaxed) < job.tasks;
             if let Err(panic) = catch_unwind(AssertUnwindSafe(|| job.work())) {
                 job.next.store(job.tasks, Ordering::Relaxed);
                 if let Ok(mut kept) = job.panic.lock() {
                     kept.get_or_insert(panic);
                 }
             }
-            first
+            open
         });
         self.busy.fetch_sub(1, Ordering::SeqCst);
         worked
@@ -255,15 +271,7 @@ struct Finish<'a>(&'a Team);
 impl Drop for Finish<'_> {
     fn drop(&mut self) {
         self.0.job.store(ptr::null_mut(), Ordering::SeqCst);
-        let mut looks = 0;
-        while self.0.busy.load(Ordering::SeqCst) > 0 {
-            looks += 1;
-            match looks < PATIENCE {
-                true => std::hint::spin_loop(),
-                // They may not even be running: make room.
-                false => std::thread::yield_now(),
-            }
-        }
+        spin(|| (self.0.busy.load(Ordering::SeqCst) == 0).then_some(()));
     }
 }
 

@@ -96,7 +96,8 @@ const FEW_NAMES: [[&str; 3]; 4] = [
     ["fp8_few_k8_m1", "fp8_few_k8_m8", "fp8_few_k8_m16"],
 ];
 
-/// fp8 weights and few tokens on Hopper: codes go to the tensor core as they are.
+/// fp8 weights and few tokens on Hopper: codes on both sides, widened to f16 on the way to the tensor core,
+/// in which their products are exact.
 pub(crate) fn few_product(
     values: &Tensor,
     codes: &Tensor,
