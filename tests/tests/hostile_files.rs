@@ -7,6 +7,7 @@
 use std::{fs, path::Path};
 
 use deepseek_v41::{DeepSeekV41, GenerateOptions, LoadOptions, LoadPolicy, Result};
+use deepseek_v41_testing::assert_outcome;
 use deepseek_v41_tiny_a as tiny_a;
 use deepseek_v41_tiny_b as tiny_b;
 use serde_json::{Value, json};
@@ -38,17 +39,6 @@ fn try_out(dir: &Path, policy: LoadPolicy) -> Result<()> {
         ..GenerateOptions::default()
     };
     model.generate("Hi", &few)?.try_for_each(|e| e.map(drop))
-}
-
-/// `want` is part of the error's message, or empty where there is none.
-fn check(case: &str, result: Result<()>, want: &str) {
-    match result {
-        Ok(()) => assert!(want.is_empty(), "{case} is accepted"),
-        Err(err) => {
-            let err = err.to_string();
-            assert!(!want.is_empty() && err.contains(want), "{case}: {err}");
-        }
-    }
 }
 
 /// Every field of the configuration with values of every kind.
@@ -103,7 +93,7 @@ fn numbers_without_a_meaning_are_named() {
         let mut config = whole.clone();
         config[key] = value;
         fs::write(temp.path().join("config.json"), config.to_string()).unwrap();
-        check(key, try_out(temp.path(), LoadPolicy::Mmap), key);
+        assert_outcome(key, try_out(temp.path(), LoadPolicy::Mmap), key);
     }
 }
 
@@ -117,7 +107,7 @@ fn shards_cut_short_or_with_flipped_bits() {
         fs::write(&shard, &tiny_a::SHARD[..len]).unwrap();
         for policy in [LoadPolicy::Mmap, LoadPolicy::Read] {
             let case = format!("{len} bytes");
-            check(&case, try_out(temp.path(), policy), tiny_a::SHARD_NAME);
+            assert_outcome(&case, try_out(temp.path(), policy), tiny_a::SHARD_NAME);
         }
     }
     // The length of the header and its first tensors.
@@ -146,7 +136,7 @@ fn side_files() {
         (empty, "ByteLevel"),
         (&tiny_a::TOKENIZER[..900], "tokenizer.json"),
     ] {
-        check(text, file("tokenizer.json", text), want);
+        assert_outcome(text, file("tokenizer.json", text), want);
     }
     for (text, want) in [
         ("", "generation_config.json"),
@@ -157,12 +147,12 @@ fn side_files() {
         (r#"{"eos_token_id": [1]}"#, "eos_token_id"),
         ("[]", "generation_config.json"),
     ] {
-        check(text, file("generation_config.json", text), want);
+        assert_outcome(text, file("generation_config.json", text), want);
     }
     for (path, want) in [
         ("/nonexistent", "config.json"),
         ("/dev/null", "config.json"),
     ] {
-        check(path, try_out(Path::new(path), LoadPolicy::Mmap), want);
+        assert_outcome(path, try_out(Path::new(path), LoadPolicy::Mmap), want);
     }
 }

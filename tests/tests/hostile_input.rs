@@ -11,6 +11,7 @@ use deepseek_v41::{
     model::ImageSpan,
     speculative::{DraftLength, PromptLookup},
 };
+use deepseek_v41_testing::assert_outcome;
 
 fn tiny() -> &'static DeepSeekV41 {
     static MODEL: OnceLock<DeepSeekV41> = OnceLock::new();
@@ -38,17 +39,6 @@ fn run(
         }
     }
     Ok((tokens, end))
-}
-
-/// `want` is part of the error's message, or empty where there is none.
-fn check<T: std::fmt::Debug>(case: &str, result: Result<T>, want: &str) {
-    match result {
-        Ok(value) => assert!(want.is_empty(), "{case}: {value:?}"),
-        Err(err) => {
-            let err = err.to_string();
-            assert!(!want.is_empty() && err.contains(want), "{case}: {err}");
-        }
-    }
 }
 
 fn rows(shape: &[usize], dtype: DType) -> Tensor {
@@ -145,7 +135,7 @@ fn prompts() {
         ),
         ("NaN", with(&[0, IMAGE, 5], vec![span(1, nan)]), "NaN"),
     ] {
-        check(case, run(prompt, &few()), want);
+        assert_outcome(case, run(prompt, &few()), want);
     }
 }
 
@@ -330,6 +320,6 @@ fn options() {
         ("NaN speeds", head(speeds(vec![f64::NAN; 9])), ""),
     ] {
         let text = "Once upon a time there was a time there was a";
-        check(case, run(text, &options), want);
+        assert_outcome(case, run(text, &options), want);
     }
 }

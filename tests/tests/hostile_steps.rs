@@ -5,24 +5,14 @@
 use std::sync::OnceLock;
 
 use deepseek_v41::{
-    DeepSeekV41, Result,
+    DeepSeekV41,
     model::{Chunk, ForwardBatch, Limits, LogitRows, ModelState, SequenceId},
 };
+use deepseek_v41_testing::assert_outcome;
 
 fn tiny() -> &'static DeepSeekV41 {
     static MODEL: OnceLock<DeepSeekV41> = OnceLock::new();
     MODEL.get_or_init(|| DeepSeekV41::tiny().unwrap())
-}
-
-/// `want` is part of the error's message, or empty where there is none.
-fn check<T: std::fmt::Debug>(case: &str, result: Result<T>, want: &str) {
-    match result {
-        Ok(value) => assert!(want.is_empty(), "{case}: {value:?}"),
-        Err(err) => {
-            let err = err.to_string();
-            assert!(!want.is_empty() && err.contains(want), "{case}: {err}");
-        }
-    }
 }
 
 #[test]
@@ -61,7 +51,7 @@ fn limits() {
             "cannot be addressed",
         ),
     ] {
-        check(&format!("{limits:?}"), tiny().session(limits), want);
+        assert_outcome(&format!("{limits:?}"), tiny().session(limits), want);
     }
 }
 
@@ -110,16 +100,16 @@ fn batches() {
         if let Ok(out) = &out {
             assert_eq!(out.logits.dims(), [rows, 4096], "{case}");
         }
-        check(&case, out, want);
+        assert_outcome(&case, out, want);
         assert_eq!(state.len(a).unwrap(), len, "{case}");
         assert_eq!(state.len(b).unwrap(), 0, "{case}");
     }
     state.release(b).unwrap();
     let gone = transformer.forward(&ForwardBatch::one(b, vec![1]), &mut state);
-    check("released", gone, "not a live sequence");
+    assert_outcome("released", gone, "not a live sequence");
     let mut other = fresh(limits).unwrap();
     let foreign = transformer.forward(&ForwardBatch::one(a, vec![1]), &mut other);
-    check("of another state", foreign, "not a live sequence");
-    check("truncate", state.truncate(a, usize::MAX), "past the end");
-    check("fork", state.fork(a, usize::MAX), "past the end");
+    assert_outcome("of another state", foreign, "not a live sequence");
+    assert_outcome("truncate", state.truncate(a, usize::MAX), "past the end");
+    assert_outcome("fork", state.fork(a, usize::MAX), "past the end");
 }

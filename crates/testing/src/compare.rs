@@ -57,3 +57,23 @@ pub fn assert_bits_eq(a: &[bf16], b: &[bf16]) {
         assert_eq!(a.to_bits(), b.to_bits(), "element {i}: {a} vs expected {b}");
     }
 }
+
+/// What became of input that may be refused: `want` is part of the error's message, or empty where the input
+/// is to be taken.
+///
+/// # Panics
+/// It went the other way.
+#[track_caller]
+pub fn assert_outcome<T: std::fmt::Debug, E: std::fmt::Display>(
+    case: &str,
+    result: Result<T, E>,
+    want: &str,
+) {
+    match result {
+        Ok(value) => assert!(want.is_empty(), "{case}: {value:?}"),
+        Err(err) => {
+            let err = err.to_string();
+            assert!(!want.is_empty() && err.contains(want), "{case}: {err}");
+        }
+    }
+}

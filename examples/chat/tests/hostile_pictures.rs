@@ -11,6 +11,7 @@ use deepseek_v41::{
     AddedTokens, DeepSeekV41, GenerateOptions, ImagePrompt,
     vision::{ImageError, ImagePatches},
 };
+use deepseek_v41_testing::assert_outcome;
 use image::{DynamicImage, ImageFormat, RgbImage};
 use serde_json::{Value, json};
 
@@ -45,17 +46,6 @@ fn few_words(model: &DeepSeekV41, prompt: ImagePrompt) -> deepseek_v41::Result<u
     Ok(len)
 }
 
-/// `want` is part of the error's message, or empty where there is none.
-fn check<T: std::fmt::Debug, E: std::fmt::Display>(case: &str, result: Result<T, E>, want: &str) {
-    match result {
-        Ok(value) => assert!(want.is_empty(), "{case}: {value:?}"),
-        Err(err) => {
-            let err = err.to_string();
-            assert!(!want.is_empty() && err.contains(want), "{case}: {err}");
-        }
-    }
-}
-
 #[test]
 fn sizes() {
     let thin = "factor of 200";
@@ -76,7 +66,7 @@ fn sizes() {
         (1500, 1500, ""),
     ] {
         let case = format!("{width} x {height}");
-        check(&case, describe(tiny(), &png(width, height)), want);
+        assert_outcome(&case, describe(tiny(), &png(width, height)), want);
     }
 }
 
@@ -128,7 +118,7 @@ fn patches() {
             let prompt = tiny().vision()?.expand(&[0, 4094, 5], &[image])?;
             few_words(tiny(), prompt)
         };
-        check(case, run(), want);
+        assert_outcome(case, run(), want);
     }
 }
 
@@ -177,12 +167,12 @@ fn settings() {
         }
     }
     // A tower with fewer blocks than the checkpoint's is another tower.
-    check(
+    assert_outcome(
         "blocks",
         load("vision_n_layers", json!(1)),
         "vision.blocks.1",
     );
-    check(
+    assert_outcome(
         "ratio",
         load("vision_downsample_ratio", json!(2)),
         "aligner.w1",
