@@ -9,8 +9,8 @@ pub enum Isa {
     /// x86-64 with AVX2, FMA and F16C.
     #[cfg(target_arch = "x86_64")]
     Avx2,
-    /// AVX-512 F, BW and VL, beside everything [`Isa::Avx2`] stands for. Kernels that have no use for
-    /// more than eight lanes run their AVX2 form.
+    /// AVX-512 F, BW, VL and VBMI (Ice Lake, Zen 4 and later), beside everything [`Isa::Avx2`] stands for.
+    /// Kernels that have no use for more than eight lanes run their AVX2 form.
     #[cfg(target_arch = "x86_64")]
     Avx512,
 }
@@ -27,6 +27,7 @@ impl Isa {
             return if is_x86_feature_detected!("avx512f")
                 && is_x86_feature_detected!("avx512bw")
                 && is_x86_feature_detected!("avx512vl")
+                && is_x86_feature_detected!("avx512vbmi")
             {
                 Self::Avx512
             } else {

@@ -41,8 +41,8 @@ const fn value(code: u8) -> f32 {
 }
 
 /// The value of a code; exact. NaN for `0x7f` and `0xff`.
-pub fn decode(code: u8) -> f32 {
-    VALUES[usize::from(code)]
+pub const fn decode(code: u8) -> f32 {
+    VALUES[code as usize]
 }
 
 /// The nearest code: ties to the even code, magnitudes above 448 (infinity too) become 448, the sign

@@ -11,9 +11,6 @@ use super::{
     fp4_avx2::{self, SELECT, TABLES},
 };
 
-/// Pairs of rows that a step takes at once: with eight inputs their sums and codes fill the registers.
-const PAIRS: usize = 2;
-
 /// Bytes of a group.
 const BYTES: usize = FP4_GROUP / 2;
 
@@ -26,11 +23,10 @@ pub(super) fn accumulate(packed: &[u8], scales: &[u8], s: &Stretch<'_>, sums: &m
     }
 }
 
-/// Whole products, `totals[c * rows + r]`; `false` unless rows come in fours.
+/// Whole products, `totals[c * rows + r]`; `false` unless rows come in pairs.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx2,fma")]
 pub(super) fn totals(packed: &[u8], scales: &[u8], s: &Stretch<'_>, totals: &mut [f32]) -> bool {
-    s.rows.len().is_multiple_of(2 * PAIRS)
-        && by_inputs::<true>(packed, scales, s, totals) == s.rows.len()
+    s.rows.len().is_multiple_of(2) && by_inputs::<true>(packed, scales, s, totals) == s.rows.len()
 }
 
 /// Lanes added to `sums`, or their sums if `TOTAL`; returns how many rows are done.
@@ -41,45 +37,50 @@ fn by_inputs<const TOTAL: bool>(
     s: &Stretch<'_>,
     sums: &mut [f32],
 ) -> usize {
+    // Enough sums in flight to hide the latency of an addition, few enough to stay in registers.
     match s.inputs() {
-        1 => sweep::<1, TOTAL>(packed, scales, s, sums),
-        2 => sweep::<2, TOTAL>(packed, scales, s, sums),
-        3 => sweep::<3, TOTAL>(packed, scales, s, sums),
-        4 => sweep::<4, TOTAL>(packed, scales, s, sums),
-        5 => sweep::<5, TOTAL>(packed, scales, s, sums),
-        6 => sweep::<6, TOTAL>(packed, scales, s, sums),
-        7 => sweep::<7, TOTAL>(packed, scales, s, sums),
-        8 => sweep::<8, TOTAL>(packed, scales, s, sums),
+        1 => sweep::<2, 1, TOTAL>(packed, scales, s, sums),
+        2 => sweep::<4, 2, TOTAL>(packed, scales, s, sums),
+        3 => sweep::<4, 3, TOTAL>(packed, scales, s, sums),
+        4 => sweep::<2, 4, TOTAL>(packed, scales, s, sums),
+        5 => sweep::<2, 5, TOTAL>(packed, scales, s, sums),
+        6 => sweep::<3, 6, TOTAL>(packed, scales, s, sums),
+        7 => sweep::<2, 7, TOTAL>(packed, scales, s, sums),
+        8 => sweep::<2, 8, TOTAL>(packed, scales, s, sums),
         _ => 0,
     }
 }
 
-/// [`by_inputs`] for `C` inputs.
+/// [`by_inputs`] for `C` inputs, `P` pairs of rows at a time.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx2,fma")]
-fn sweep<const C: usize, const TOTAL: bool>(
+fn sweep<const P: usize, const C: usize, const TOTAL: bool>(
     packed: &[u8],
     scales: &[u8],
     s: &Stretch<'_>,
     sums: &mut [f32],
 ) -> usize {
-    let done = s.rows.len() / (2 * PAIRS) * (2 * PAIRS);
-    for r in (0..done).step_by(2 * PAIRS) {
-        step::<C, TOTAL>(packed, scales, s, r, sums);
+    let (rows, mut r) = (s.rows.len(), 0);
+    while r + 2 * P <= rows {
+        step::<P, C, TOTAL>(packed, scales, s, r, sums);
+        r += 2 * P;
     }
-    done
+    while r + 2 <= rows {
+        step::<1, C, TOTAL>(packed, scales, s, r, sums);
+        r += 2;
+    }
+    r
 }
 
-/// Rows `r0 .. r0 + 2 * PAIRS` of the stretch.
+/// Rows `r0 .. r0 + 2 * P` of the stretch.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx2,fma")]
-fn step<const C: usize, const TOTAL: bool>(
+fn step<const P: usize, const C: usize, const TOTAL: bool>(
     packed: &[u8],
     scales: &[u8],
     s: &Stretch<'_>,
     r0: usize,
     sums: &mut [f32],
 ) {
-    const ROWS: usize = 2 * PAIRS;
     // Values of a sum: its lanes, or itself.
     let each = if TOTAL { 1 } else { LANES };
     let (stride, k) = (s.rows.len(), s.k);
@@ -87,26 +88,26 @@ fn step<const C: usize, const TOTAL: bool>(
     let (first, groups) = (s.cols.start / FP4_GROUP, s.cols.len() / FP4_GROUP);
     // All slices below are checked here, once: the loop works on their pointers.
     let start = (s.rows.start + r0) * row_groups + first;
-    let span = (ROWS - 1) * row_groups + groups;
+    let span = (2 * P - 1) * row_groups + groups;
     let scales = scales[start..][..span].as_ptr();
     let packed = packed[start * BYTES..][..span * BYTES].as_ptr();
     let xs = s.xs[s.cols.start..][..(C - 1) * k + groups * FP4_GROUP].as_ptr();
-    let sums = sums[r0 * each..][..((C - 1) * stride + ROWS) * each].as_mut_ptr();
+    let sums = sums[r0 * each..][..((C - 1) * stride + 2 * P) * each].as_mut_ptr();
 
-    let mut acc = [[_mm512_setzero_ps(); PAIRS]; C];
+    let mut acc = [[_mm512_setzero_ps(); P]; C];
     for c in 0..if TOTAL { 0 } else { C } {
-        for p in 0..PAIRS {
+        for p in 0..P {
             // SAFETY: the lanes of two rows.
             acc[c][p] = unsafe { _mm512_loadu_ps(sums.add((c * stride + 2 * p) * LANES)) };
         }
     }
     for g in 0..groups {
-        let mut values = [[_mm512_setzero_ps(); FP4_GROUP / LANES]; PAIRS];
-        for p in 0..PAIRS {
+        let mut values = [[_mm512_setzero_ps(); FP4_GROUP / LANES]; P];
+        for p in 0..P {
             let (a, b) = (2 * p * row_groups + g, (2 * p + 1) * row_groups + g);
             // The hardware's prefetcher stumbles at the start of every row: ask for the rows after these.
             for at in [a, b] {
-                let ahead = packed.wrapping_add((ROWS * row_groups + at) * BYTES);
+                let ahead = packed.wrapping_add((2 * P * row_groups + at) * BYTES);
                 _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
             }
             // SAFETY: group `g` of both rows, inside the slices above.
@@ -121,7 +122,7 @@ fn step<const C: usize, const TOTAL: bool>(
                 let x =
                     unsafe { _mm256_loadu_pd(xs.add(c * k + g * FP4_GROUP + i * LANES).cast()) };
                 let x = _mm512_castpd_ps(_mm512_broadcast_f64x4(x));
-                for p in 0..PAIRS {
+                for p in 0..P {
                     acc[c][p] = _mm512_fmadd_ps(values[p][i], x, acc[c][p]);
                 }
             }
@@ -129,11 +130,11 @@ fn step<const C: usize, const TOTAL: bool>(
     }
     for c in 0..C {
         if TOTAL {
-            // SAFETY: the sums of `ROWS` rows.
+            // SAFETY: the sums of `2 * P` rows.
             unsafe { sum_pairs_avx512(acc[c], sums.add(c * stride)) };
             continue;
         }
-        for p in 0..PAIRS {
+        for p in 0..P {
             // SAFETY: as the loads above.
             unsafe { _mm512_storeu_ps(sums.add((c * stride + 2 * p) * LANES), acc[c][p]) };
         }

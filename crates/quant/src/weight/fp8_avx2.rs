@@ -19,7 +19,7 @@ use crate::formats::e8m0;
 pub(super) const STEP: usize = 32;
 
 /// What a shifted code lacks.
-const SHIFT: f32 = 256.0;
+pub(super) const SHIFT: f32 = 256.0;
 
 /// The largest scale byte whose product with [`SHIFT`] is finite.
 const LAST_BYTE: u8 = 254 - 8;
