@@ -7,6 +7,8 @@
 //! behind the one before. Results are those of the whole step, bit for bit, since they do not depend on how
 //! a sequence is cut into chunks.
 
+mod draft;
+
 use std::{
     ops::Range,
     sync::{
@@ -17,15 +19,13 @@ use std::{
 
 use candle_core::Tensor;
 use deepseek_v41_attention::{
-    AttnPlan, ChunkSpec, CompressedCache, DraftPlan, DraftRopes, IndexKeySource, LayerCache,
-    RopeTables, WindowCache,
+    AttnPlan, ChunkSpec, CompressedCache, IndexKeySource, LayerCache, RopeTables, WindowCache,
 };
 use deepseek_v41_core::{Error, Result, cpu};
-use deepseek_v41_hyperconn::{Flow, PreMix, hc_pre};
+use deepseek_v41_hyperconn::PreMix;
 
 use crate::{
-    Chunk, Config, DSpark, ForwardBatch, ForwardOutput, IndexKeys, ModelState, PlannedLayer,
-    Transformer,
+    Chunk, Config, ForwardBatch, ForwardOutput, IndexKeys, ModelState, PlannedLayer, Transformer,
     block::Attend,
     lent::Caches,
     probe::NoProbe,
@@ -173,80 +173,6 @@ pub(crate) fn parts(cfg: &Config, tokens: usize) -> usize {
 /// Where the parts begin and end.
 fn cuts(tokens: usize, parts: usize) -> impl Iterator<Item = Range<usize>> {
     (0..parts).map(move |i| tokens * i / parts..tokens * (i + 1) / parts)
-}
-
-/// Some rows of the blocks of a draft step, between two layers.
-struct BlockPart {
-    rows: Range<usize>,
-    flow: Flow,
-    /// Their queries and rows in the layer they have entered.
-    entered: Option<(Tensor, Tensor)>,
-    done: Result<()>,
-}
-
-impl DSpark {
-    /// The stages over the blocks' stream, rows side by side: where all rows attend to all, the parts wait
-    /// for each other. → `[blocks * block_size, dim]`, collapsed but not normed.
-    pub(crate) fn side_by_side(
-        &self,
-        parts: usize,
-        stream: &Tensor,
-        carried: &PreMix,
-        plan: &DraftPlan,
-        ropes: &DraftRopes,
-        state: &ModelState,
-    ) -> Result<Tensor> {
-        let part = |rows: Range<usize>| -> Result<BlockPart> {
-            let of = |t: &Tensor| t.narrow(0, rows.start, rows.len());
-            let carried = PreMix::from_tensor(of(carried.tensor())?)?;
-            Ok(BlockPart {
-                flow: Flow::new(of(stream)?, carried),
-                rows,
-                entered: None,
-                done: Ok(()),
-            })
-        };
-        let rows = plan.block_positions.len();
-        let mut parts: Vec<_> = cuts(rows, parts).map(part).collect::<Result<_>>()?;
-        for at in 0..=self.stages.len() {
-            let kv = match at {
-                0 => None,
-                _ => {
-                    let rows = parts.iter().filter_map(|p| p.entered.as_ref());
-                    let rows: Vec<_> = rows.map(|(_, kv)| kv).collect();
-                    Some(Tensor::cat(&rows, 0)?)
-                }
-            };
-            let (before, next) = (at.checked_sub(1), self.stages.get(at));
-            let run = |part: &mut BlockPart| -> Result<()> {
-                let flow = &mut part.flow;
-                if let (Some(before), Some(kv), Some((q, _))) = (before, &kv, part.entered.take()) {
-                    let (stage, cache) = (&self.stages[before], &state.draft[before]);
-                    flow.leave(stage.attn.attend(&q, kv, &part.rows, plan, ropes, cache)?)?;
-                    stage.ffn.forward(flow, None, &mut NoProbe)?;
-                }
-                if let Some(stage) = next {
-                    let xs = flow.enter(&stage.hc_attn, &stage.attn_norm)?;
-                    part.entered = Some(stage.attn.prepare(&xs, &part.rows, ropes)?);
-                }
-                Ok(())
-            };
-            cpu::for_each_piece(LARGE_LAYER, &mut parts, 1, |_, part| {
-                part[0].done = run(&mut part[0]);
-            });
-            for part in &mut parts {
-                std::mem::replace(&mut part.done, Ok(()))?;
-            }
-        }
-        let out = parts
-            .into_iter()
-            .map(|part| {
-                let (stream, carried) = part.flow.finish()?;
-                hc_pre(&stream, &carried)
-            })
-            .collect::<Result<Vec<_>>>()?;
-        Ok(Tensor::cat(&out, 0)?)
-    }
 }
 
 /// About the operations of a token in one layer: attention's projections and its experts.
