@@ -2,16 +2,19 @@
 //!
 //!     cargo run --release --example generate -- --prompt "Once upon a time" --max-tokens 64
 //!     cargo run --release --example generate -- --model DIR --prompt P --temperature 0.7 --seed 1 --json
+//!     cargo run --release --example generate -- --prompt "Once upon a time" --speculative
 //!
 //! With `--json` every line is one object: the prompt's progress, each token with its text, and at the
 //! end why it ended, the tokens used and the speed.
 
-use std::{io::Write, path::PathBuf, time::Instant};
+use std::{io::Write, ops::ControlFlow, path::PathBuf, time::Instant};
 
 use clap::Parser;
 use deepseek_v41::{
     DeepSeekV41, Event, FinishReason, GenerateOptions, LoadOptions, LoadPolicy, Prompt, Result,
-    SamplingParams, core::open_device,
+    Sampled, SamplingParams, Speculation,
+    core::open_device,
+    speculative::{DraftLength, PromptLookup},
 };
 use serde_json::json;
 
@@ -39,6 +42,28 @@ struct Args {
     /// Keep this many of the most probable tokens; 0 keeps all.
     #[arg(long, default_value_t = 0)]
     top_k: usize,
+    /// Keep tokens at least this fraction as probable as the best.
+    #[arg(long, default_value_t = 0.0)]
+    min_p: f32,
+    /// Divides positive logits of tokens seen before and multiplies negative ones.
+    #[arg(long, default_value_t = 1.0)]
+    repetition_penalty: f32,
+    /// Subtracted from the logits of tokens generated before.
+    #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
+    presence_penalty: f32,
+    /// Subtracted from the logits of generated tokens once for every time they occurred.
+    #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
+    frequency_penalty: f32,
+    /// ID=BIAS, added to a token's logit; may be given several times, and BIAS may be -inf.
+    #[arg(long, value_parser = token_bias)]
+    logit_bias: Vec<(u32, f32)>,
+    /// With --json, also write each token's log-probability and those of this many of the most probable ones.
+    #[arg(long)]
+    logprobs: Option<usize>,
+    /// Guess tokens ahead, by the draft head or, in a checkpoint without one, from the text itself: the
+    /// same text in fewer passes.
+    #[arg(long)]
+    speculative: bool,
     /// Makes sampling reproducible.
     #[arg(long)]
     seed: Option<u64>,
@@ -80,12 +105,23 @@ fn main() -> Result<()> {
             temperature: args.temperature,
             top_p: args.top_p,
             top_k: args.top_k,
+            min_p: args.min_p,
+            repetition_penalty: args.repetition_penalty,
+            presence_penalty: args.presence_penalty,
+            frequency_penalty: args.frequency_penalty,
+            logit_bias: args.logit_bias,
             seed: args.seed,
-            ..SamplingParams::default()
+            logprobs: args.logprobs.is_some(),
+            top_logprobs: args.logprobs.unwrap_or(0),
         },
         max_tokens: args.max_tokens,
         stop: args.stop,
         ignore_eos: args.ignore_eos,
+        speculation: match (args.speculative, model.draft_head()) {
+            (false, _) => Speculation::Off,
+            (true, Ok(_)) => Speculation::DraftHead(DraftLength::Full),
+            (true, Err(_)) => Speculation::PromptLookup(PromptLookup::default()),
+        },
         ..GenerateOptions::default()
     };
     let prompt = match args.rendered {
@@ -99,19 +135,28 @@ fn run(model: &DeepSeekV41, prompt: Prompt, options: &GenerateOptions, json: boo
     let start = Instant::now();
     let mut first = None;
     // Text follows the token that completed it: a token's line is written with the next event.
-    let mut line: Option<(u32, String)> = None;
-    for event in model.generate(prompt, options)? {
+    let mut line: Option<(Sampled, String)> = None;
+    let mut generation = model
+        .generate(prompt, options)?
+        .on_prefill(move |done, total| {
+            if json {
+                println!("{}", json!({"prompt_tokens": done, "of": total}));
+            }
+            ControlFlow::Continue(())
+        });
+    while let Some(event) = generation.next() {
         let event = event?;
-        if let (true, Some((id, text)), false) = (json, &line, matches!(event, Event::Text(_))) {
-            println!("{}", json!({"id": id, "text": text}));
-            line = None;
+        if let (true, false) = (json, matches!(event, Event::Text(_)))
+            && let Some((token, text)) = line.take()
+        {
+            println!("{}", token_line(&token, &text));
         }
         match event {
             Event::Token(token) => {
                 first.get_or_insert_with(Instant::now);
-                line = Some((token.token, String::new()));
+                line = Some((token, String::new()));
             }
-            Event::Text(text) if json => line = line.map(|(id, _)| (id, text)),
+            Event::Text(text) if json => line = line.map(|(token, _)| (token, text)),
             Event::Text(text) => {
                 print!("{text}");
                 std::io::stdout().flush().ok();
@@ -129,6 +174,8 @@ fn run(model: &DeepSeekV41, prompt: Prompt, options: &GenerateOptions, json: boo
                 let decoded = usage.completion_tokens.saturating_sub(1);
                 let prefill = rate(usage.prompt_tokens, (first - start).as_secs_f64());
                 let decode = rate(decoded, first.elapsed().as_secs_f64());
+                let guesses = generation.speculation();
+                let (passes, accepted) = (guesses.passes, guesses.mean_accepted());
                 if json {
                     println!(
                         "{}",
@@ -140,19 +187,42 @@ fn run(model: &DeepSeekV41, prompt: Prompt, options: &GenerateOptions, json: boo
                             },
                             "prompt_tokens_per_second": prefill,
                             "tokens_per_second": decode,
+                            "passes": passes,
+                            "drafts_accepted": guesses.accepted,
+                            "drafts_wasted": guesses.wasted(),
                         })
                     );
-                } else {
-                    println!();
-                    eprintln!(
-                        "{} + {} tokens, {prefill:.0} and {decode:.0} a second",
-                        usage.prompt_tokens, usage.completion_tokens
-                    );
+                    continue;
                 }
+                println!();
+                let used = format!("{} + {}", usage.prompt_tokens, usage.completion_tokens);
+                eprint!("{used} tokens, {prefill:.0} and {decode:.0} a second");
+                if options.speculation != Speculation::Off {
+                    eprint!("; {passes} passes, {accepted:.2} guesses accepted a pass");
+                }
+                eprintln!();
             }
         }
     }
     Ok(())
+}
+
+fn token_line(token: &Sampled, text: &str) -> serde_json::Value {
+    let mut line = json!({"id": token.token, "text": text});
+    if let Some(logprob) = token.logprob {
+        line["logprob"] = json!(logprob);
+        let top = token.top_logprobs.iter();
+        let top = top.map(|t| json!({"id": t.token, "logprob": t.logprob}));
+        line["top_logprobs"] = top.collect();
+    }
+    line
+}
+
+/// `ID=BIAS`.
+fn token_bias(given: &str) -> std::result::Result<(u32, f32), String> {
+    let parts = given.split_once('=');
+    let parts = parts.and_then(|(id, bias)| Some((id.parse().ok()?, bias.parse().ok()?)));
+    parts.ok_or_else(|| format!("{given}: expected ID=BIAS, as in 17=-2.5"))
 }
 
 fn name(reason: &FinishReason) -> String {
@@ -161,5 +231,6 @@ fn name(reason: &FinishReason) -> String {
         FinishReason::StopString(text) => format!("stop string {text:?}"),
         FinishReason::MaxTokens => "max_tokens".into(),
         FinishReason::ContextFull => "context_full".into(),
+        FinishReason::Cancelled => "cancelled".into(),
     }
 }

@@ -400,6 +400,63 @@ fn what_cannot_be_served_is_refused_at_once() {
 }
 
 #[test]
+fn prompts_and_texts_wait_for_neither() {
+    // Three texts whose drafts alone are more than a step may hold.
+    let limits = EngineLimits {
+        step_tokens: 8,
+        min_prefix: 1000,
+        ..limits(6, 320)
+    };
+    let mut engine = Engine::new(tiny(), limits).expect("an engine");
+    let long = GenerateOptions {
+        max_tokens: 300,
+        ignore_eos: true,
+        speculation: Speculation::DraftHead(DraftLength::Full),
+        ..GenerateOptions::default()
+    };
+    let texts: Vec<_> = PROMPTS[..3]
+        .iter()
+        .map(|prompt| engine.submit(*prompt, &long).expect("a request"))
+        .collect();
+    let mut begun = std::collections::BTreeSet::new();
+    let is_token = |event: &Result<Event>| matches!(event, Ok(Event::Token(_)));
+    while begun.len() < 3 {
+        let updates = engine.step();
+        begun.extend(updates.iter().filter(|u| is_token(&u.event)).map(|u| u.id));
+    }
+    let short = GenerateOptions {
+        max_tokens: 1,
+        ..GenerateOptions::default()
+    };
+    let ids = |from: u32| (from..from + 40).collect::<Vec<_>>();
+    let first = engine.submit(ids(100), &short).expect("a request");
+    let second = engine.submit(ids(300), &short).expect("a request");
+    let mut answered = Vec::new();
+    for step in 1..60 {
+        let updates = engine.step();
+        let gave = |id: RequestId| updates.iter().any(|u| u.id == id && is_token(&u.event));
+        // No prompt delays a text by a step.
+        assert!(texts.iter().all(|id| gave(*id)), "step {step}");
+        let late = [first, second].into_iter().filter(|id| gave(*id));
+        answered.extend(late.map(|id| (id, step)));
+        if answered.len() == 2 {
+            break;
+        }
+    }
+    // First come, first served; a quarter of eight tokens a step, whatever the texts take.
+    let [(a, after), (b, later)] = answered[..] else {
+        panic!("prompts starve: {answered:?}")
+    };
+    assert_eq!((a, b), (first, second));
+    assert!(after <= 20 && later <= 40, "{answered:?}");
+    let stats = engine.stats();
+    assert!(
+        stats.accepted > 0 && stats.accepted < stats.drafted,
+        "{stats:?}"
+    );
+}
+
+#[test]
 fn measured_speed_shares_drafts_out() {
     // With this table one token more never pays, so nothing is drafted; greedy texts stay the same.
     let slow = EngineLimits {

@@ -122,6 +122,13 @@ impl Continuation {
         }
     }
 
+    /// Ends it before its prompt is run whole.
+    pub(crate) fn cancel(&mut self) {
+        if !self.finished {
+            self.end(FinishReason::Cancelled);
+        }
+    }
+
     /// Chooses tokens from the logits after the last token that stands and after each draft behind
     /// it: `rows[j]` is what follows `j` drafts. `verified` says how far it came, also after an error.
     ///

@@ -1,5 +1,7 @@
 //! Streaming generation.
 
+use std::ops::ControlFlow;
+
 use candle_core::Tensor;
 use deepseek_v41_core::{Error, Result};
 use deepseek_v41_model::{ImageSpan, Limits};
@@ -89,6 +91,9 @@ pub enum FinishReason {
     MaxTokens,
     /// The sequence has no room for another token.
     ContextFull,
+    /// The callback of [`Generation::on_prefill`] asked for it. The text ends behind the pieces of the
+    /// prompt that were run; a session can go on from there.
+    Cancelled,
 }
 
 /// Tokens of a generation.
@@ -100,7 +105,8 @@ pub struct Usage {
     pub completion_tokens: usize,
 }
 
-/// A text being continued: an iterator of [`Event`]s. Work is done in `next`, so dropping it cancels.
+/// A text being continued: an iterator of [`Event`]s. Work is done in `next`, so dropping it cancels; while a
+/// long prompt is run within the first `next`, [`Generation::on_prefill`] can.
 ///
 /// After an error the iterator ends.
 pub struct Generation<'s, 'm> {
@@ -108,12 +114,15 @@ pub struct Generation<'s, 'm> {
     text: Continuation,
     /// The prompt, until it has been run.
     prompt: Option<(Vec<u32>, Vec<ImageSpan>)>,
-    on_prefill: Option<Box<dyn FnMut(usize, usize) + Send + 's>>,
+    on_prefill: Option<Box<OnPrefill<'s>>>,
     proposer: Option<Box<dyn Proposer + 'm>>,
     /// What went wrong, until it has been handed out behind the events before it.
     error: Option<Error>,
     failed: bool,
 }
+
+/// What [`Generation::on_prefill`] takes.
+type OnPrefill<'s> = dyn FnMut(usize, usize) -> ControlFlow<()> + Send + 's;
 
 enum Held<'s, 'm> {
     Owned(Box<Session<'m>>),
@@ -241,9 +250,14 @@ impl<'s, 'm> Generation<'s, 'm> {
         })
     }
 
-    /// Calls `report(done, total)` after every piece of the prompt that has been run.
+    /// Calls `report(done, total)`, in tokens, after every piece of the prompt that has been run
+    /// ([`GenerateOptions::prefill_chunk`]). [`ControlFlow::Break`] before the last one ends the generation
+    /// with [`FinishReason::Cancelled`].
     #[must_use]
-    pub fn on_prefill(mut self, report: impl FnMut(usize, usize) + Send + 's) -> Self {
+    pub fn on_prefill(
+        mut self,
+        report: impl FnMut(usize, usize) -> ControlFlow<()> + Send + 's,
+    ) -> Self {
         self.on_prefill = Some(Box::new(report));
         self
     }
@@ -288,7 +302,10 @@ impl<'s, 'm> Generation<'s, 'm> {
         }
         match self.prompt.take() {
             Some((ids, images)) => {
-                let logits = self.run_prompt(&ids, &images)?;
+                let Some(logits) = self.run_prompt(&ids, &images)? else {
+                    self.text.cancel();
+                    return Ok(());
+                };
                 let mut verified = Verified::default();
                 let done = self
                     .text
@@ -300,7 +317,8 @@ impl<'s, 'm> Generation<'s, 'm> {
         }
     }
 
-    fn run_prompt(&mut self, ids: &[u32], images: &[ImageSpan]) -> Result<Vec<f32>> {
+    /// The logits after the prompt; `None` if the callback ended it before.
+    fn run_prompt(&mut self, ids: &[u32], images: &[ImageSpan]) -> Result<Option<Vec<f32>>> {
         let (session, chunk) = (self.session.get(), self.text.options.prefill_chunk);
         let total = ids.len();
         let report = &mut self.on_prefill;
@@ -334,10 +352,10 @@ impl<'s, 'm> Generation<'s, 'm> {
                 };
                 proposer.propose(ctx)?;
             }
-            if let Some(report) = report {
-                report(done, total);
-            }
-            Ok(())
+            Ok(match report {
+                Some(report) => report(done, total),
+                None => ControlFlow::Continue(()),
+            })
         })
     }
 

@@ -1,6 +1,6 @@
 //! A text that goes on: one sequence with its caches.
 
-use std::path::Path;
+use std::{ops::ControlFlow, path::Path};
 
 use candle_core::{DType, Tensor};
 use deepseek_v41_core::{Error, Result};
@@ -199,16 +199,16 @@ impl<'m> Session<'m> {
     }
 
     /// Runs tokens in chunks of at most `chunk`, pictures uncut; returns the logits after the last
-    /// one. `after` is called after every chunk with the number of tokens run so far and what the
-    /// pass gave (`hidden` only if `want_hidden`).
+    /// one, or `None` if `after` breaks off before it. `after` is called after every chunk with the number of
+    /// tokens run so far and what the pass gave (`hidden` only if `want_hidden`).
     pub(crate) fn run(
         &mut self,
         ids: &[u32],
         images: &[ImageSpan],
         chunk: usize,
         want_hidden: bool,
-        mut after: impl FnMut(&mut Self, usize, &ForwardOutput) -> Result<()>,
-    ) -> Result<Vec<f32>> {
+        mut after: impl FnMut(&mut Self, usize, &ForwardOutput) -> Result<ControlFlow<()>>,
+    ) -> Result<Option<Vec<f32>>> {
         let mut at = 0;
         loop {
             let end = chunk_end(at, ids.len(), chunk, images);
@@ -228,12 +228,16 @@ impl<'m> Session<'m> {
             };
             let out = self.model.transformer().forward(&batch, &mut self.state)?;
             at = end;
-            after(self, at, &out)?;
+            let flow = after(self, at, &out)?;
             if last {
                 let rows = out.logits.to_vec2::<f32>()?;
-                return rows.into_iter().next().ok_or_else(|| {
+                let row = rows.into_iter().next();
+                return row.map(Some).ok_or_else(|| {
                     Error::value("prompt", "has no tokens, so there is nothing to continue")
                 });
+            }
+            if flow.is_break() {
+                return Ok(None);
             }
         }
     }

@@ -3,7 +3,7 @@
 
 mod common;
 
-use std::io::Cursor;
+use std::{io::Cursor, ops::ControlFlow};
 
 use common::{picture, tiny, tiny_data};
 use deepseek_v41::{
@@ -179,14 +179,20 @@ fn several_pictures_and_one_at_the_very_start() {
         let done = std::sync::Arc::new(std::sync::Mutex::new(Vec::new()));
         let seen = done.clone();
         let generation = tiny().generate(prompt.clone(), &options).unwrap();
-        let generation = generation.on_prefill(move |at, _| seen.lock().unwrap().push(at));
+        let generation = generation.on_prefill(move |at, total| {
+            seen.lock().unwrap().push((at, total));
+            ControlFlow::Continue(())
+        });
         for event in generation {
             if let Event::Token(token) = event.unwrap() {
                 pieces.push(token.token);
             }
         }
         assert_eq!(pieces, whole.0, "{prefill_chunk}");
-        for at in done.lock().unwrap().iter() {
+        let done = done.lock().unwrap();
+        let last = done.last().expect("the end is reported");
+        assert_eq!(last.0, last.1);
+        for (at, _) in done.iter() {
             assert!(
                 starts
                     .iter()

@@ -134,6 +134,16 @@ impl GoldenModel {
         })
     }
 
+    /// The backbone.
+    pub fn transformer(&self) -> &Transformer {
+        &self.transformer
+    }
+
+    /// The draft head, where the checkpoint has one and the recording has drafts.
+    pub fn draft_head(&self) -> Option<&DSpark> {
+        self.draft_head.as_ref()
+    }
+
     /// Runs the recorded tokens and pictures, the rows of pictures being those of the recorded run.
     /// `replay` uses the recorded selections instead of the model's own; `rows` are the sequences to run.
     ///

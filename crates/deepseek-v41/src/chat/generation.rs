@@ -66,14 +66,15 @@ where
             Some(Event::Token(sampled)) if self.stops.contains(&sampled.token) => return Ok(()),
             Some(Event::Token(sampled)) => self.parser.push_sampled(&sampled)?,
             Some(Event::Text(_)) => return Ok(()),
-            Some(Event::Done { reason, .. }) => self.parser.finish(Some(match reason {
+            Some(Event::Done { reason, .. }) => self.parser.finish(match reason {
                 FinishReason::StopToken(_) | FinishReason::StopString(_) => {
-                    InferenceFinishReason::Stop
+                    Some(InferenceFinishReason::Stop)
                 }
                 FinishReason::MaxTokens | FinishReason::ContextFull => {
-                    InferenceFinishReason::Length
+                    Some(InferenceFinishReason::Length)
                 }
-            }))?,
+                FinishReason::Cancelled => None,
+            })?,
             None => self.parser.finish(None)?,
         };
         self.chunks.extend(chunks);

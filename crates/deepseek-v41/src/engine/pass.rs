@@ -191,6 +191,8 @@ impl<'m> Engine<'m> {
             job.error = job.text.verify(&part.proposal, &rows, &mut verified).err();
             job.extend();
             kept = ran - drafts + verified.kept;
+            self.stats.drafted += drafts;
+            self.stats.accepted += verified.kept;
         }
         job.run += kept;
         if kept < ran {

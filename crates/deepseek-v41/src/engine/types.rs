@@ -60,6 +60,10 @@ pub struct EngineStats {
     pub tokens: usize,
     /// Most sequences in one pass.
     pub widest: usize,
+    /// Guessed tokens among them.
+    pub drafted: usize,
+    /// Guessed tokens that stood.
+    pub accepted: usize,
     /// Requests that began in a kept prefix.
     pub prefix_hits: usize,
     /// Tokens they did not have to run.

@@ -10,6 +10,8 @@ mod draft_head;
 mod lookup;
 mod schedule;
 
+use std::ops::AddAssign;
+
 pub use accept::{Accepted, accept};
 use candle_core::Tensor;
 use deepseek_v41_core::Result;
@@ -94,8 +96,52 @@ impl SpeculationStats {
         }
     }
 
+    /// Tokens that were verified for nothing.
+    pub fn wasted(&self) -> usize {
+        self.drafted - self.accepted
+    }
+
     /// Drafts that stood, a pass.
     pub fn mean_accepted(&self) -> f64 {
         self.accepted as f64 / self.passes.max(1) as f64
+    }
+}
+
+impl AddAssign<&Self> for SpeculationStats {
+    /// The statistics of two generations together.
+    fn add_assign(&mut self, other: &Self) {
+        self.passes += other.passes;
+        self.drafted += other.drafted;
+        self.accepted += other.accepted;
+        if self.per_position.len() < other.per_position.len() {
+            self.per_position.resize(other.per_position.len(), (0, 0));
+        }
+        let places = self.per_position.iter_mut().zip(&other.per_position);
+        for (own, others) in places {
+            *own = (own.0 + others.0, own.1 + others.1);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn statistics_count_places_and_waste() {
+        let mut stats = SpeculationStats::default();
+        assert_eq!((stats.wasted(), stats.mean_accepted()), (0, 0.0));
+        for (drafted, kept) in [(3, 3), (0, 0), (5, 1), (2, 0)] {
+            stats.record(drafted, kept);
+        }
+        assert_eq!((stats.passes, stats.drafted, stats.accepted), (4, 10, 4));
+        assert_eq!(stats.wasted(), 6);
+        assert_eq!(stats.per_position, [(3, 2), (3, 1), (2, 1), (1, 0), (1, 0)]);
+        assert_eq!(stats.mean_accepted(), 1.0);
+        let mut both = SpeculationStats::default();
+        both.record(1, 1);
+        both += &stats;
+        assert_eq!((both.passes, both.drafted, both.accepted), (5, 11, 5));
+        assert_eq!(both.per_position[..2], [(4, 3), (3, 1)]);
     }
 }
