@@ -6,6 +6,7 @@
 //          softmax, and each accumulates its half of the output. A third warpgroup gathers rows into two stages of 64 KB
 // Grid     (S, ceil(H/64), T), block 384; dynamic shared memory 2*65536 + 4*16384 + 2*8192 + 1024 + 4*n, n = all listed rows.
 //          S = 1 writes `out`; S > 1 writes parts for sparse_attn_combine
+//          sparse_attn_packed_sm90 takes scopes of any RowKind and gives the same bits
 // Numerics p is rounded to bf16 against the running maximum of 64-row tiles, as the reference; exp by ex2.approx (2 ulp)
 // Checked  tests_cuda/check_attention.cuh
 #include "../common/wgmma.cuh"
@@ -45,8 +46,71 @@ __device__ __forceinline__ void produce(const Scopes& scopes, const uint32_t* li
     }
 }
 
-extern "C" __global__ void __launch_bounds__(384, 1) sparse_attn_sm90(const bf16* q, const __grid_constant__ Scopes scopes, const float* sink, bf16* out, float* part_o,
-                                                                      float* part_ml, int T, int H, float scale) {
+// The same of scopes of any RowKind. A packed row's bytes are copied into the memory of the row it is to become, the codes to the first
+// units of panels 0 to 3 and the scales to panel 4, and widened there by the warp that copied them: no room besides the stages, and as
+// many bytes under way as a stage has rows.
+__device__ __forceinline__ void produce_packed(const Scopes& scopes, const uint32_t* list, int n, int first, int last, uint8_t* kv, uint32_t full, uint32_t empty) {
+    int tid = threadIdx.x - 256, warp = tid >> 5, lane = tid & 31;
+    uint32_t base = smem_addr(kv);
+    for (int tile = first; tile < last; ++tile) {
+        int i = tile - first, s = i & 1, left = n - tile * TILE;
+        const uint32_t* entries = list + tile * TILE;
+        if (i >= 2) mbar_wait(empty + 8 * s, ((i >> 1) + 1) & 1);
+        uint32_t dst = base + s * TILE_BYTES;
+        for (int r = warp; r < TILE; r += 4) {
+            uint32_t at = dst + (lane >> 3) * PANEL + r * 128 + (((lane & 7) ^ (r & 7)) << 4);
+            if (r < left) {
+                Row row = row_of(scopes, entries[r], D);
+                if (row.kind <= ROW_FP8 || lane < 16) cp_async16(at, row.data + lane * 16);
+                if (row.kind == ROW_BF16) cp_async16(at + 4 * PANEL, row.data + 512 + lane * 16);
+            } else {
+                asm volatile("st.shared.v4.u32 [%0], {%1,%1,%1,%1};" ::"r"(at), "r"(0));
+                asm volatile("st.shared.v4.u32 [%0], {%1,%1,%1,%1};" ::"r"(at + 4 * PANEL), "r"(0));
+            }
+        }
+        // Sixteen or 32 bytes of scales a row: two lanes for each of the warp's rows.
+        int sr = warp + 4 * (lane >> 1);
+        if (sr < left) {
+            Row row = row_of(scopes, entries[sr], D);
+            if (row.kind == ROW_FP4_E4M3 || (row.kind != ROW_BF16 && (lane & 1) == 0))
+                cp_async16(dst + 4 * PANEL + sr * 128 + (((lane & 1) ^ (sr & 7)) << 4), row.scales + (lane & 1) * 16);
+        }
+        cp_async_commit();
+        cp_async_wait<0>();
+        __syncwarp();
+        // Columns 8*lane.. and 256 + 8*lane.. of each row, as of a bf16 one.
+        for (int r = warp; r < min(TILE, left); r += 4) {
+            int kind = scopes.s[entries[r] >> SCOPE_SHIFT].kind;
+            if (kind == ROW_BF16) continue;
+            uint32_t row = dst + r * 128, x = (r & 7) << 4, a[2], b[2] = {}, sc[2];
+            if (kind == ROW_FP8) {
+                uint32_t from = row + (lane >> 4) * PANEL + (((lane << 3) & 0x70) ^ x) + (lane & 1) * 8;
+                asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(a[0]), "=r"(b[0]) : "r"(from));
+                asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(a[1]), "=r"(b[1]) : "r"(from + 2 * PANEL));
+            } else {
+                uint32_t from = row + (((lane << 2) & 0x70) ^ x) + (lane & 3) * 4;
+                asm volatile("ld.shared.u32 %0, [%1];" : "=r"(a[0]) : "r"(from));
+                asm volatile("ld.shared.u32 %0, [%1];" : "=r"(a[1]) : "r"(from + PANEL));
+            }
+            // Groups of 16 have their second half of scales in the next unit.
+            bool narrow = kind == ROW_FP4_E4M3;
+            uint32_t from = row + 4 * PANEL + x + (narrow ? lane >> 1 : lane >> 2);
+            asm volatile("ld.shared.u8 %0, [%1];" : "=r"(sc[0]) : "r"(from));
+            asm volatile("ld.shared.u8 %0, [%1];" : "=r"(sc[1]) : "r"(narrow ? from ^ 16 : from + 8));
+            __syncwarp();
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                uint4 v = widen8(kind, a[h], b[h], scale_pair(kind, sc[h]));
+                uint32_t at = row + (lane >> 3) * PANEL + (((lane & 7) << 4) ^ x) + h * 4 * PANEL;
+                asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
+            }
+        }
+        mbar_arrive(full + 8 * s);
+    }
+}
+
+template <bool PACKED>
+__device__ __forceinline__ void attend(const bf16* q, const Scopes& scopes, const float* sink, bf16* out, float* part_o, float* part_ml, int T, int H, float scale) {
     extern __shared__ __align__(1024) uint8_t smem[];
     uint8_t* kv = smem;
     float4* exchange = reinterpret_cast<float4*>(smem + 2 * TILE_BYTES);  // [2 parities][2 warpgroups][8][128]
@@ -63,7 +127,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) sparse_attn_sm90(const bf16
     int first = min(split * per, tiles), last = min(first + per, tiles);
     if (threadIdx.x >= 256) {
         registers_down<24>();
-        produce(scopes, list, n, first, last, kv, full, empty);
+        if (PACKED) produce_packed(scopes, list, n, first, last, kv, full, empty);
+        else produce(scopes, list, n, first, last, kv, full, empty);
     } else {
         registers_up<240>();
         int wg = threadIdx.x >> 7, tid = threadIdx.x & 127, warp = tid >> 5, lane = tid & 31, g = lane >> 2, qd = lane & 3;
@@ -185,4 +250,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) sparse_attn_sm90(const bf16
             }
         }
     }
+}
+
+extern "C" __global__ void __launch_bounds__(384, 1) sparse_attn_sm90(const bf16* q, const __grid_constant__ Scopes scopes, const float* sink, bf16* out, float* part_o,
+                                                                      float* part_ml, int T, int H, float scale) {
+    attend<false>(q, scopes, sink, out, part_o, part_ml, T, H, scale);
+}
+extern "C" __global__ void __launch_bounds__(384, 1) sparse_attn_packed_sm90(const bf16* q, const __grid_constant__ Scopes scopes, const float* sink, bf16* out,
+                                                                             float* part_o, float* part_ml, int T, int H, float scale) {
+    attend<true>(q, scopes, sink, out, part_o, part_ml, T, H, scale);
 }
