@@ -21,6 +21,10 @@ __device__ __forceinline__ float exp2_fast(float x) {
     return y;
 }
 
+__device__ __forceinline__ void store_unit(uint32_t at, const uint4& v) {
+    asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
+}
+
 __device__ __forceinline__ void produce(const Scopes& scopes, const uint32_t* list, int n, int first, int last, uint8_t* kv, uint32_t full, uint32_t empty) {
     int tid = threadIdx.x - 256, warp = tid >> 5, lane = tid & 31;
     uint32_t base = smem_addr(kv);
@@ -53,56 +57,66 @@ __device__ __forceinline__ void produce_packed(const Scopes& scopes, const uint3
     int tid = threadIdx.x - 256, warp = tid >> 5, lane = tid & 31;
     uint32_t base = smem_addr(kv);
     for (int tile = first; tile < last; ++tile) {
-        int i = tile - first, s = i & 1, left = n - tile * TILE;
-        const uint32_t* entries = list + tile * TILE;
-        if (i >= 2) mbar_wait(empty + 8 * s, ((i >> 1) + 1) & 1);
-        uint32_t dst = base + s * TILE_BYTES;
-        for (int r = warp; r < TILE; r += 4) {
-            uint32_t at = dst + (lane >> 3) * PANEL + r * 128 + (((lane & 7) ^ (r & 7)) << 4);
-            if (r < left) {
-                Row row = row_of(scopes, entries[r], D);
-                if (row.kind <= ROW_FP8 || lane < 16) cp_async16(at, row.data + lane * 16);
-                if (row.kind == ROW_BF16) cp_async16(at + 4 * PANEL, row.data + 512 + lane * 16);
-            } else {
-                asm volatile("st.shared.v4.u32 [%0], {%1,%1,%1,%1};" ::"r"(at), "r"(0));
-                asm volatile("st.shared.v4.u32 [%0], {%1,%1,%1,%1};" ::"r"(at + 4 * PANEL), "r"(0));
+        int i = tile - first, s = i & 1;
+        uint32_t dst = base + s * TILE_BYTES + warp * 128, bf16_rows, fp8_rows, wide_rows;
+        {
+            // Lanes 2j and 2j + 1 know the warp's row j, which is row warp + 4j of the tile.
+            int mine = warp + 4 * (lane >> 1), j = tile * TILE + mine;
+            Row row = {nullptr, nullptr, -1};
+            if (j < n) row = row_of(scopes, list[j], D);
+            bf16_rows = __ballot_sync(FULL, row.kind == ROW_BF16);
+            fp8_rows = __ballot_sync(FULL, row.kind == ROW_FP8);
+            wide_rows = __ballot_sync(FULL, row.kind == ROW_FP4_E8M0);
+            uint32_t some = __ballot_sync(FULL, row.kind >= 0);
+            if (i >= 2) mbar_wait(empty + 8 * s, ((i >> 1) + 1) & 1);
+            // Sixteen or 32 bytes of scales a row.
+            if (row.kind == ROW_FP4_E4M3 || (row.kind > ROW_BF16 && (lane & 1) == 0))
+                cp_async16(dst + 4 * PANEL + (lane >> 1) * 512 + (((lane & 1) ^ (mine & 7)) << 4), row.scales + (lane & 1) * 16);
+#pragma unroll 4
+            for (int k = 0; k < 16; ++k) {
+                uint32_t at = dst + (lane >> 3) * PANEL + k * 512 + (((lane & 7) ^ ((warp + 4 * k) & 7)) << 4), bit = 1u << (2 * k);
+                const uint8_t* from = reinterpret_cast<const uint8_t*>(__shfl_sync(FULL, reinterpret_cast<uintptr_t>(row.data), 2 * k)) + lane * 16;
+                if (some & bit) {
+                    if (lane < 16 || ((bf16_rows | fp8_rows) & bit)) cp_async16(at, from);
+                    if (bf16_rows & bit) cp_async16(at + 4 * PANEL, from + 512);
+                } else {
+                    asm volatile("st.shared.v4.u32 [%0], {%1,%1,%1,%1};" ::"r"(at), "r"(0));
+                    asm volatile("st.shared.v4.u32 [%0], {%1,%1,%1,%1};" ::"r"(at + 4 * PANEL), "r"(0));
+                }
             }
-        }
-        // Sixteen or 32 bytes of scales a row: two lanes for each of the warp's rows.
-        int sr = warp + 4 * (lane >> 1);
-        if (sr < left) {
-            Row row = row_of(scopes, entries[sr], D);
-            if (row.kind == ROW_FP4_E4M3 || (row.kind != ROW_BF16 && (lane & 1) == 0))
-                cp_async16(dst + 4 * PANEL + sr * 128 + (((lane & 1) ^ (sr & 7)) << 4), row.scales + (lane & 1) * 16);
+            bf16_rows |= ~some;
         }
         cp_async_commit();
         cp_async_wait<0>();
         __syncwarp();
-        // Columns 8*lane.. and 256 + 8*lane.. of each row, as of a bf16 one.
-        for (int r = warp; r < min(TILE, left); r += 4) {
-            int kind = scopes.s[entries[r] >> SCOPE_SHIFT].kind;
-            if (kind == ROW_BF16) continue;
-            uint32_t row = dst + r * 128, x = (r & 7) << 4, a[2], b[2] = {}, sc[2];
-            if (kind == ROW_FP8) {
-                uint32_t from = row + (lane >> 4) * PANEL + (((lane << 3) & 0x70) ^ x) + (lane & 1) * 8;
+        // A lane widens columns 16*lane.., which share a scale. Every second four lanes take their halves in the other order, so that
+        // eight lanes store to eight different bank groups.
+        uint32_t half = lane >> 2 & 1;
+        for (int k = 0; k < 16; ++k, dst += 512) {
+            if (bf16_rows >> (2 * k) & 1) continue;
+            uint32_t x = ((warp + 4 * k) & 7) << 4, scale;
+            bool fp8 = fp8_rows >> (2 * k) & 1, narrow = !(fp8 || (wide_rows >> (2 * k) & 1));
+            uint32_t from = dst + 4 * PANEL + (narrow ? ((lane & 16) ^ x) + (lane & 15) : x + (lane >> 1));
+            asm volatile("ld.shared.u8 %0, [%1];" : "=r"(scale) : "r"(from));
+            uint32_t to = dst + (lane >> 2) * PANEL + (((lane & 3) << 5 | half << 4) ^ x);
+            if (fp8) {
+                uint32_t a[2], b[2];
+                from = dst + (lane >> 3) * PANEL + (((lane & 7) << 4) ^ x) + half * 8;
                 asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(a[0]), "=r"(b[0]) : "r"(from));
-                asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(a[1]), "=r"(b[1]) : "r"(from + 2 * PANEL));
+                asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(a[1]), "=r"(b[1]) : "r"(from ^ 8));
+                __syncwarp();
+                scale = scale_pair_e8m0(scale);
+                store_unit(to, widen8_e4m3(a[0], b[0], scale));
+                store_unit(to ^ 16, widen8_e4m3(a[1], b[1], scale));
             } else {
-                uint32_t from = row + (((lane << 2) & 0x70) ^ x) + (lane & 3) * 4;
+                uint32_t a[2];
+                from = dst + (lane >> 4) * PANEL + (((lane << 3) & 0x70) ^ x) + (lane & 1) * 8 + half * 4;
                 asm volatile("ld.shared.u32 %0, [%1];" : "=r"(a[0]) : "r"(from));
-                asm volatile("ld.shared.u32 %0, [%1];" : "=r"(a[1]) : "r"(from + PANEL));
-            }
-            // Groups of 16 have their second half of scales in the next unit.
-            bool narrow = kind == ROW_FP4_E4M3;
-            uint32_t from = row + 4 * PANEL + x + (narrow ? lane >> 1 : lane >> 2);
-            asm volatile("ld.shared.u8 %0, [%1];" : "=r"(sc[0]) : "r"(from));
-            asm volatile("ld.shared.u8 %0, [%1];" : "=r"(sc[1]) : "r"(narrow ? from ^ 16 : from + 8));
-            __syncwarp();
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                uint4 v = widen8(kind, a[h], b[h], scale_pair(kind, sc[h]));
-                uint32_t at = row + (lane >> 3) * PANEL + (((lane & 7) << 4) ^ x) + h * 4 * PANEL;
-                asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
+                asm volatile("ld.shared.u32 %0, [%1];" : "=r"(a[1]) : "r"(from ^ 4));
+                __syncwarp();
+                scale = narrow ? scale_pair_e4m3(scale) : scale_pair_e8m0(scale);
+                store_unit(to, widen8_e2m1(a[0], scale));
+                store_unit(to ^ 16, widen8_e2m1(a[1], scale));
             }
         }
         mbar_arrive(full + 8 * s);

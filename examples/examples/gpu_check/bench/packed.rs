@@ -7,7 +7,7 @@ use deepseek_v41::{
         KvFormat, KvPool, RowQuant,
         ops::{CandidateBlocks, IndexSpan, KvScope, index_topk, sparse_attn},
     },
-    quant::{ScaleFormat, fake_quant_fp4},
+    quant::{ScaleFormat, fake_quant_fp4, fake_quant_fp8},
 };
 
 use super::{Ceilings, Work, noise, row, time};
@@ -80,7 +80,10 @@ fn writes(device: &Device, top: &Ceilings) -> Result<()> {
         (1, 512, RowQuant::Compressed),
         (4096, 512, RowQuant::Compressed),
     ] {
-        let rows = noise(device, &[t, dim])?;
+        let rows = match quant {
+            RowQuant::Window => fake_quant_fp8(&noise(device, &[t, dim])?)?,
+            _ => fake_quant_fp4(&noise(device, &[t, dim])?, 16, ScaleFormat::E4M3)?,
+        };
         let slots: Vec<i32> = (0..t as i32).collect();
         let slots = Tensor::from_vec(slots, t, device)?;
         for format in FORMATS {
