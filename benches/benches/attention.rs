@@ -46,16 +46,7 @@ fn bench_sparse_attn(c: &mut Criterion) {
             (4 * t * HEADS * DIM * (WINDOW + TOPK)) as u64,
         ));
         group.bench_function(format!("T={t},K=640"), |b| {
-            let scopes = [
-                KvScope {
-                    kv: &window,
-                    idxs: &near,
-                },
-                KvScope {
-                    kv: &pool,
-                    idxs: &far,
-                },
-            ];
+            let scopes = [KvScope::new(&window, &near), KvScope::new(&pool, &far)];
             b.iter(|| sparse_attn(&q, &scopes, &sink, scale).expect("sparse_attn"));
         });
         let near = near.to_dtype(DType::U32).expect("indices");

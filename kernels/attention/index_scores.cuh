@@ -1,6 +1,7 @@
 // The indexer's scores by warp tiles of 32 keys, any width and number of heads: see index_scores.cu.
 #pragma once
 #include "../common/weights.cuh"
+#include "packed.cuh"
 
 // -0 and +0 are one score (a tie is broken by position), NaN sorts last.
 __device__ __forceinline__ uint16_t sortable(float v) {
@@ -16,6 +17,19 @@ __device__ __forceinline__ uint32_t relu_bf16x2(float lo, float hi) {
     return d;
 }
 
+// As factors and frag_a, but widened in two products: a key's scale may be any e8m0 byte, where a weight's is moderate.
+__device__ __forceinline__ void key_factors(const Rows16<FP4>& r, uint32_t (&f)[2]) { f[0] = scale_pair(ROW_FP4_E8M0, r.sa); f[1] = scale_pair(ROW_FP4_E8M0, r.sb); }
+__device__ __forceinline__ void key_factors(const Rows16<BF16>&, uint32_t (&)[2]) {}
+template <int J>
+__device__ __forceinline__ void key_frag(const Rows16<FP4>& r, const uint32_t (&f)[2], uint32_t (&o)[4]) {
+    const uint32_t one[2] = {E2M1_ONE, E2M1_ONE};
+    frag_a<J>(r, one, o);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) o[i] = mul_bf16x2(o[i], f[i & 1]);
+}
+template <int J>
+__device__ __forceinline__ void key_frag(const Rows16<BF16>& r, const uint32_t (&f)[2], uint32_t (&o)[4]) { frag_a<J>(r, f, o); }
+
 template <int F, bool CANDIDATES>
 __device__ __forceinline__ void scores(const bf16* q, const bf16* w, const uint8_t* keys, const uint8_t* scales, const int2* spans, const int32_t* blocks,
                                        uint16_t* out, int T, int H, int D, int n, int64_t ld, int tq, int B, int block) {
@@ -27,7 +41,8 @@ __device__ __forceinline__ void scores(const bf16* q, const bf16* w, const uint8
     int base = spans[t0].x, most = 0;
     for (int i = 0; i < nq; ++i) most = max(most, spans[t0 + i].y);
     const int32_t* list = blocks + (CANDIDATES ? (int64_t)t0 * B : 0);
-    int tiles = (n + 31) >> 5, step = gridDim.x * 8;
+    // Nothing is scored past the last visible column; columns past it are marked as such below.
+    int live = CANDIDATES ? n : min(n, most), tiles = (live + 31) >> 5, step = gridDim.x * 8;
 
     // Position of column c, or -1.
     auto position = [&](int c) {
@@ -46,6 +61,8 @@ __device__ __forceinline__ void scores(const bf16* q, const bf16* w, const uint8
             load_rows(r[i], keys, scales, (int64_t)base + pa, (int64_t)base + pb, D, 0, qd);
         }
     };
+    for (int i = 0; i < nq; ++i)
+        for (int c = tiles * 32 + blockIdx.x * 256 + threadIdx.x; c < n; c += gridDim.x * 256) out[(int64_t)(t0 + i) * ld + c] = 0;
     int tile = blockIdx.x * 8 + warp;
     Rows16<F> r[2];
     // The first keys travel while the queries are laid out.
@@ -58,11 +75,10 @@ __device__ __forceinline__ void scores(const bf16* q, const bf16* w, const uint8
 #define PUT(J) { uint2 b; frag_b<F, J>(x, b.x, b.y); f[J * 32] = b; }
         PUT(0) PUT(1) PUT(2) PUT(3) PUT(4) PUT(5) PUT(6) PUT(7)
 #undef PUT
-        // The widening's 2^-32 is undone in the weight: rounding does not see a power of two.
         if (lane < 4) {
             int hh = (i % nts) * 8 + 2 * lane;
             float a = hh < H ? __bfloat162float(w[(int64_t)t * H + hh]) : 0.0f, b = hh + 1 < H ? __bfloat162float(w[(int64_t)t * H + hh + 1]) : 0.0f;
-            weight[i * 4 + lane] = pack_bf16(a * undo<F>(), b * undo<F>());
+            weight[i * 4 + lane] = pack_bf16(a, b);
         }
     }
     __syncthreads();
@@ -88,14 +104,14 @@ __device__ __forceinline__ void scores(const bf16* q, const bf16* w, const uint8
             Rows16<F> now[2] = {r[0], r[1]};
             if (tile + step < tiles && most > 0) fetch(r, tile + step);
             uint32_t f0[2], f1[2];
-            factors(now[0], f0);
-            factors(now[1], f1);
+            key_factors(now[0], f0);
+            key_factors(now[1], f1);
             float acc[4][2][4] = {};  // head tile, key tile
 #define SLICE(J)                                                                        \
     {                                                                                   \
         uint32_t a0[4], a1[4];                                                          \
-        frag_a<J>(now[0], f0, a0);                                                      \
-        frag_a<J>(now[1], f1, a1);                                                      \
+        key_frag<J>(now[0], f0, a0);                                                    \
+        key_frag<J>(now[1], f1, a1);                                                    \
         _Pragma("unroll") for (int e = 0; e < 4; ++e) {                                 \
             uint2 b = frag[(e * 8 + J) * 32 + lane];                                    \
             mma_bf16(acc[e][0], a0[0], a0[1], a0[2], a0[3], b.x, b.y);                  \
@@ -116,9 +132,9 @@ __device__ __forceinline__ void scores(const bf16* q, const bf16* w, const uint8
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             uint32_t f[2];
-            factors(r[i], f);
-            frag_a<0>(r[i], f, a[i][0]); frag_a<1>(r[i], f, a[i][1]); frag_a<2>(r[i], f, a[i][2]); frag_a<3>(r[i], f, a[i][3]);
-            frag_a<4>(r[i], f, a[i][4]); frag_a<5>(r[i], f, a[i][5]); frag_a<6>(r[i], f, a[i][6]); frag_a<7>(r[i], f, a[i][7]);
+            key_factors(r[i], f);
+            key_frag<0>(r[i], f, a[i][0]); key_frag<1>(r[i], f, a[i][1]); key_frag<2>(r[i], f, a[i][2]); key_frag<3>(r[i], f, a[i][3]);
+            key_frag<4>(r[i], f, a[i][4]); key_frag<5>(r[i], f, a[i][5]); key_frag<6>(r[i], f, a[i][6]); key_frag<7>(r[i], f, a[i][7]);
         }
         if (tile + step < tiles && most > 0) fetch(r, tile + step);
         for (int t = 0; t < nq; ++t) {

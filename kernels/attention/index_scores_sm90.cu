@@ -33,6 +33,9 @@ __device__ __forceinline__ void wgmma_n32_e4m3(float (&d)[16], const uint32_t (&
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
+// Whether a byte of w is 0 or 255, which as exponents of an f32 are not the powers of two that they are as e8m0.
+__device__ __forceinline__ uint32_t zero_or_ones(uint32_t w) { return (((w - 0x01010101u) & ~w) | ((~w - 0x01010101u) & w)) & 0x80808080u; }
+
 __device__ __forceinline__ void cp_async4(uint32_t dst, const void* src) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst), "l"(src));
 }
@@ -97,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) index_scores_sm90(const bf1
     // The exchange tells the compiler that a warp's number is the same in all its lanes: loop and descriptors stay uniform.
     int t = blockIdx.y, tid = threadIdx.x, warp = __shfl_sync(FULL, tid >> 5, 0), lane = tid & 31, g = lane >> 2, qd = lane & 3;
     int2 span = spans[t];
-    int tiles = (n + 127) >> 7, step = gridDim.x * 2, tile = blockIdx.x * 2 + (warp >> 2), most = min(span.y, n);
+    int most = min(span.y, n), tiles = (most + 127) >> 7, step = gridDim.x * 2, tile = blockIdx.x * 2 + (warp >> 2);
     uint8_t* ring = smem + 4096 + warp * NS * STAGE;
     const uint8_t *kc = codes + (int64_t)span.x * 64, *ks = scales + (int64_t)span.x * 4;
     // Unit c of row r lies at c ^ (r >> 1 & 3): eight rows of one unit are in eight different bank groups.
@@ -136,6 +139,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) index_scores_sm90(const bf1
         scores<FP4, false>(q, w, codes, scales, spans, nullptr, out, T, 32, 128, n, ld, 1, 0, 8);
         return;
     }
+    for (int c = tiles * 128 + blockIdx.x * 256 + tid; c < n; c += gridDim.x * 256) out[(int64_t)t * ld + c] = 0;
     uint32_t ww[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) ww[j] = weight[j * 4 + qd];
@@ -168,10 +172,12 @@ extern "C" __global__ void __launch_bounds__(256, 2) index_scores_sm90(const bf1
             wgmma_commit();
             const uint32_t* sc = reinterpret_cast<const uint32_t*>(from + ROWS * 64) + half * 16 + g;
             uint32_t s0 = sc[0], s1 = sc[8];
+            bool unusual = __any_sync(FULL, zero_or_ones(s0) | zero_or_ones(s1));
             wgmma_wait<0>();
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 float f0 = scale_byte(s0, i), f1 = scale_byte(s1, i);
+                if (unusual) { f0 = e8m0_to_f32(s0 >> (8 * i) & 255u); f1 = e8m0_to_f32(s1 >> (8 * i) & 255u); }
 #pragma unroll
                 for (int j = 0; j < 16; ++j) {
                     float f = j & 2 ? f1 : f0;

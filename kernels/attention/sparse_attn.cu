@@ -2,6 +2,7 @@
 //
 // Maths    s_j = (q . kv_j) * scale; m, l, o by online softmax over tiles; l += exp(sink - m); out = bf16(o / l)
 // Layout   q, out [T, H, D] bf16; up to three scopes, each kv [rows, D] bf16 and idx [T, n] i32 (-1 = nothing, anywhere);
+//          sparse_attn_packed takes scopes of any RowKind, and widens packed rows as it gathers them: the same bits;
 //          sink [H] f32. Split form: part_o [S, T, H, D] f32 (unnormalised) and part_ml [S, T, H, 2] f32
 // Grid     sparse_attn: (S, ceil(H/32), T), block 256. S = 1 writes `out`; S > 1 writes the parts (out may be null) and
 //          sparse_attn_combine follows: (H, T), block 128. Dynamic shared memory sparse_attn_smem(D, n0 + n1 + n2):
@@ -16,8 +17,9 @@
 
 __device__ __forceinline__ uint32_t swizzled(uint32_t base, int row, int unit, int row_bytes) { return base + row * row_bytes + ((unit ^ (row & 7)) << 4); }
 
-extern "C" __global__ void __launch_bounds__(256) sparse_attn(const bf16* q, Scopes scopes, const float* sink, bf16* out, float* part_o, float* part_ml,
-                                                              int T, int H, int D, float scale) {
+template <bool PACKED>
+__device__ __forceinline__ void attend(const bf16* q, const Scopes& scopes, const float* sink, bf16* out, float* part_o, float* part_ml, int T, int H, int D,
+                                       float scale) {
     extern __shared__ __align__(128) uint8_t smem[];
     int ldd = (D + 63) & ~63, row_bytes = ldd * 2;
     uint8_t *sq = smem, *skv = sq + HB * row_bytes;
@@ -49,7 +51,8 @@ extern "C" __global__ void __launch_bounds__(256) sparse_attn(const bf16* q, Sco
         for (int i = tid; i < TILE * (ldd >> 3); i += 256) {
             int r = i / (ldd >> 3), u = i % (ldd >> 3);
             uint32_t dst = swizzled(akv, r, u, row_bytes);
-            if (r < live && u * 8 < D) cp_async16(dst, row_ptr(scopes, list[tile * TILE + r], D) + u * 8);
+            if (PACKED && r < live && u * 8 < D) *reinterpret_cast<uint4*>(skv + (dst - akv)) = load_unit(row_of(scopes, list[tile * TILE + r], D), u);
+            else if (r < live && u * 8 < D) cp_async16(dst, row_ptr(scopes, list[tile * TILE + r], D) + u * 8);
             else *reinterpret_cast<uint4*>(skv + (dst - akv)) = make_uint4(0, 0, 0, 0);
         }
         cp_async_commit();
@@ -138,4 +141,13 @@ extern "C" __global__ void __launch_bounds__(256) sparse_attn(const bf16* q, Sco
                 }
             }
         }
+}
+
+extern "C" __global__ void __launch_bounds__(256) sparse_attn(const bf16* q, const __grid_constant__ Scopes scopes, const float* sink, bf16* out, float* part_o,
+                                                              float* part_ml, int T, int H, int D, float scale) {
+    attend<false>(q, scopes, sink, out, part_o, part_ml, T, H, D, scale);
+}
+extern "C" __global__ void __launch_bounds__(256) sparse_attn_packed(const bf16* q, const __grid_constant__ Scopes scopes, const float* sink, bf16* out,
+                                                                     float* part_o, float* part_ml, int T, int H, int D, float scale) {
+    attend<true>(q, scopes, sink, out, part_o, part_ml, T, H, D, scale);
 }

@@ -6,6 +6,7 @@
 //          softmax, and each accumulates its half of the output. A third warpgroup gathers rows into two stages of 64 KB
 // Grid     (S, ceil(H/64), T), block 384; dynamic shared memory 2*65536 + 4*16384 + 2*8192 + 1024 + 4*n, n = all listed rows.
 //          S = 1 writes `out`; S > 1 writes parts for sparse_attn_combine
+//          sparse_attn_packed_sm90 takes scopes of any RowKind and gives the same bits
 // Numerics p is rounded to bf16 against the running maximum of 64-row tiles, as the reference; exp by ex2.approx (2 ulp)
 // Checked  tests_cuda/check_attention.cuh
 #include "../common/wgmma.cuh"
@@ -18,6 +19,10 @@ __device__ __forceinline__ float exp2_fast(float x) {
     float y;
     asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
+}
+
+__device__ __forceinline__ void store_unit(uint32_t at, const uint4& v) {
+    asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
 }
 
 __device__ __forceinline__ void produce(const Scopes& scopes, const uint32_t* list, int n, int first, int last, uint8_t* kv, uint32_t full, uint32_t empty) {
@@ -45,8 +50,81 @@ __device__ __forceinline__ void produce(const Scopes& scopes, const uint32_t* li
     }
 }
 
-extern "C" __global__ void __launch_bounds__(384, 1) sparse_attn_sm90(const bf16* q, const __grid_constant__ Scopes scopes, const float* sink, bf16* out, float* part_o,
-                                                                      float* part_ml, int T, int H, float scale) {
+// The same of scopes of any RowKind. A packed row's bytes are copied into the memory of the row it is to become, the codes to the first
+// units of panels 0 to 3 and the scales to panel 4, and widened there by the warp that copied them: no room besides the stages, and as
+// many bytes under way as a stage has rows.
+__device__ __forceinline__ void produce_packed(const Scopes& scopes, const uint32_t* list, int n, int first, int last, uint8_t* kv, uint32_t full, uint32_t empty) {
+    int tid = threadIdx.x - 256, warp = tid >> 5, lane = tid & 31;
+    uint32_t base = smem_addr(kv);
+    for (int tile = first; tile < last; ++tile) {
+        int i = tile - first, s = i & 1;
+        uint32_t dst = base + s * TILE_BYTES + warp * 128, bf16_rows, fp8_rows, wide_rows;
+        {
+            // Lanes 2j and 2j + 1 know the warp's row j, which is row warp + 4j of the tile.
+            int mine = warp + 4 * (lane >> 1), j = tile * TILE + mine;
+            Row row = {nullptr, nullptr, -1};
+            if (j < n) row = row_of(scopes, list[j], D);
+            bf16_rows = __ballot_sync(FULL, row.kind == ROW_BF16);
+            fp8_rows = __ballot_sync(FULL, row.kind == ROW_FP8);
+            wide_rows = __ballot_sync(FULL, row.kind == ROW_FP4_E8M0);
+            uint32_t some = __ballot_sync(FULL, row.kind >= 0);
+            if (i >= 2) mbar_wait(empty + 8 * s, ((i >> 1) + 1) & 1);
+            // Sixteen or 32 bytes of scales a row.
+            if (row.kind == ROW_FP4_E4M3 || (row.kind > ROW_BF16 && (lane & 1) == 0))
+                cp_async16(dst + 4 * PANEL + (lane >> 1) * 512 + (((lane & 1) ^ (mine & 7)) << 4), row.scales + (lane & 1) * 16);
+#pragma unroll 4
+            for (int k = 0; k < 16; ++k) {
+                uint32_t at = dst + (lane >> 3) * PANEL + k * 512 + (((lane & 7) ^ ((warp + 4 * k) & 7)) << 4), bit = 1u << (2 * k);
+                const uint8_t* from = reinterpret_cast<const uint8_t*>(__shfl_sync(FULL, reinterpret_cast<uintptr_t>(row.data), 2 * k)) + lane * 16;
+                if (some & bit) {
+                    if (lane < 16 || ((bf16_rows | fp8_rows) & bit)) cp_async16(at, from);
+                    if (bf16_rows & bit) cp_async16(at + 4 * PANEL, from + 512);
+                } else {
+                    asm volatile("st.shared.v4.u32 [%0], {%1,%1,%1,%1};" ::"r"(at), "r"(0));
+                    asm volatile("st.shared.v4.u32 [%0], {%1,%1,%1,%1};" ::"r"(at + 4 * PANEL), "r"(0));
+                }
+            }
+            bf16_rows |= ~some;
+        }
+        cp_async_commit();
+        cp_async_wait<0>();
+        __syncwarp();
+        // A lane widens columns 16*lane.., which share a scale. Every second four lanes take their halves in the other order, so that
+        // eight lanes store to eight different bank groups.
+        uint32_t half = lane >> 2 & 1;
+        for (int k = 0; k < 16; ++k, dst += 512) {
+            if (bf16_rows >> (2 * k) & 1) continue;
+            uint32_t x = ((warp + 4 * k) & 7) << 4, scale;
+            bool fp8 = fp8_rows >> (2 * k) & 1, narrow = !(fp8 || (wide_rows >> (2 * k) & 1));
+            uint32_t from = dst + 4 * PANEL + (narrow ? ((lane & 16) ^ x) + (lane & 15) : x + (lane >> 1));
+            asm volatile("ld.shared.u8 %0, [%1];" : "=r"(scale) : "r"(from));
+            uint32_t to = dst + (lane >> 2) * PANEL + (((lane & 3) << 5 | half << 4) ^ x);
+            if (fp8) {
+                uint32_t a[2], b[2];
+                from = dst + (lane >> 3) * PANEL + (((lane & 7) << 4) ^ x) + half * 8;
+                asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(a[0]), "=r"(b[0]) : "r"(from));
+                asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(a[1]), "=r"(b[1]) : "r"(from ^ 8));
+                __syncwarp();
+                scale = scale_pair_e8m0(scale);
+                store_unit(to, widen8_e4m3(a[0], b[0], scale));
+                store_unit(to ^ 16, widen8_e4m3(a[1], b[1], scale));
+            } else {
+                uint32_t a[2];
+                from = dst + (lane >> 4) * PANEL + (((lane << 3) & 0x70) ^ x) + (lane & 1) * 8 + half * 4;
+                asm volatile("ld.shared.u32 %0, [%1];" : "=r"(a[0]) : "r"(from));
+                asm volatile("ld.shared.u32 %0, [%1];" : "=r"(a[1]) : "r"(from ^ 4));
+                __syncwarp();
+                scale = narrow ? scale_pair_e4m3(scale) : scale_pair_e8m0(scale);
+                store_unit(to, widen8_e2m1(a[0], scale));
+                store_unit(to ^ 16, widen8_e2m1(a[1], scale));
+            }
+        }
+        mbar_arrive(full + 8 * s);
+    }
+}
+
+template <bool PACKED>
+__device__ __forceinline__ void attend(const bf16* q, const Scopes& scopes, const float* sink, bf16* out, float* part_o, float* part_ml, int T, int H, float scale) {
     extern __shared__ __align__(1024) uint8_t smem[];
     uint8_t* kv = smem;
     float4* exchange = reinterpret_cast<float4*>(smem + 2 * TILE_BYTES);  // [2 parities][2 warpgroups][8][128]
@@ -63,7 +141,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) sparse_attn_sm90(const bf16
     int first = min(split * per, tiles), last = min(first + per, tiles);
     if (threadIdx.x >= 256) {
         registers_down<24>();
-        produce(scopes, list, n, first, last, kv, full, empty);
+        if (PACKED) produce_packed(scopes, list, n, first, last, kv, full, empty);
+        else produce(scopes, list, n, first, last, kv, full, empty);
     } else {
         registers_up<240>();
         int wg = threadIdx.x >> 7, tid = threadIdx.x & 127, warp = tid >> 5, lane = tid & 31, g = lane >> 2, qd = lane & 3;
@@ -185,4 +264,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) sparse_attn_sm90(const bf16
             }
         }
     }
+}
+
+extern "C" __global__ void __launch_bounds__(384, 1) sparse_attn_sm90(const bf16* q, const __grid_constant__ Scopes scopes, const float* sink, bf16* out, float* part_o,
+                                                                      float* part_ml, int T, int H, float scale) {
+    attend<false>(q, scopes, sink, out, part_o, part_ml, T, H, scale);
+}
+extern "C" __global__ void __launch_bounds__(384, 1) sparse_attn_packed_sm90(const bf16* q, const __grid_constant__ Scopes scopes, const float* sink, bf16* out,
+                                                                             float* part_o, float* part_ml, int T, int H, float scale) {
+    attend<true>(q, scopes, sink, out, part_o, part_ml, T, H, scale);
 }

@@ -106,7 +106,7 @@ static void bench_attn() {
         for (int t = 0; t < T; ++t)
             for (int j = 0; j < n; ++j) idx[(size_t)t * n + j] = j >= n - 7 ? -1 : (rows > 100000 ? t * 4224 + pick(0, 4223) : pick(0, rows - 1));
         Dev<int> di(idx);
-        Scopes sc = {{{kv.p, di.p, n}, {nullptr, nullptr, 0}, {nullptr, nullptr, 0}}};
+        Scopes sc = {{{kv.p, nullptr, di.p, n, 0}, {}, {}}};
         for (int S : T == 1 ? std::vector<int>{5, 10, 20} : T == 64 ? std::vector<int>{1, 2, 4} : std::vector<int>{1}) {
             Dev<bf16> out((size_t)T * H * D);
             Dev<float> po((size_t)S * T * H * D), ml((size_t)S * T * H * 2);

@@ -9,7 +9,7 @@ struct AttnCase {
     Dev<int> idx[3];
     Dev<float> sink;
     int n[3];
-    Scopes scopes() const { return {{{kv[0].p, idx[0].p, n[0]}, {kv[1].p, idx[1].p, n[1]}, {kv[2].p, idx[2].p, n[2]}}}; }
+    Scopes scopes() const { return {{{kv[0].p, nullptr, idx[0].p, n[0], 0}, {kv[1].p, nullptr, idx[1].p, n[1], 0}, {kv[2].p, nullptr, idx[2].p, n[2], 0}}}; }
 };
 // holes: share of -1; the first query has no row at all, the second only its last one.
 static AttnCase attn_case(int T, int H, int D, int n0, int n1, int n2, int rows, float holes, bool corner) {

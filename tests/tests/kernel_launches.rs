@@ -172,14 +172,22 @@ fn arguments_are_those_of_the_kernels() {
                 assert_eq!(kernels["hc_step"], kernels["hc_step_few"]);
                 "hc_step"
             }
+            (.., "scores") => {
+                assert_eq!(kernels["index_scores_fp4"], kernels["index_scores_bf16"]);
+                "index_scores_fp4"
+            }
             (_, true, "up") => "experts_up_",
             (_, true, "down") => "experts_down_",
             // `sparse_attn` takes D behind H, and the Hopper form does not.
             (_, _, "name") => {
-                assert!(
-                    kernels["sparse_attn_sm90"].starts_with(&args),
-                    "{file}: {args}"
-                );
+                for kernel in [
+                    "sparse_attn",
+                    "sparse_attn_packed",
+                    "sparse_attn_sm90",
+                    "sparse_attn_packed_sm90",
+                ] {
+                    assert!(kernels[kernel].starts_with(&args), "{file}: {args}");
+                }
                 continue;
             }
             (.., name) => name,

@@ -197,19 +197,10 @@ impl Attention {
             }
         };
         let mut scopes = Vec::with_capacity(3);
-        scopes.push(KvScope {
-            kv: window.kv().tensor(),
-            idxs: &plan.window.ring_idxs,
-        });
-        scopes.push(KvScope {
-            kv: &kv,
-            idxs: &plan.window.present_idxs,
-        });
+        scopes.push(KvScope::new(window.kv().stored(), &plan.window.ring_idxs));
+        scopes.push(KvScope::new(&kv, &plan.window.present_idxs));
         if let Some((far, idxs)) = far {
-            scopes.push(KvScope {
-                kv: far.kv().tensor(),
-                idxs,
-            });
+            scopes.push(KvScope::new(far.kv().stored(), idxs));
         }
         let o = sparse_attn(&q, &scopes, &self.core.attn_sink, self.core.scale)?;
         // After attention: a chunk's own rows may push out rows that its first tokens still see.

@@ -143,6 +143,10 @@ impl CompressedCache {
     ) -> Result<Self> {
         geometry.validate(&[ratio])?;
         let rows = geometry.compressed_capacity(ratio) * geometry.max_seqs;
+        let key_format = match device {
+            Device::Cpu => format,
+            _ => KvFormat::Packed,
+        };
         let pending = match ratio {
             1 => None,
             _ => {
@@ -155,7 +159,7 @@ impl CompressedCache {
             ratio,
             kv: KvPool::new(rows, head_dim, RowQuant::Compressed, format, device)?,
             index_k: index_head_dim
-                .map(|dim| KvPool::new(rows, dim, RowQuant::Index, format, device))
+                .map(|dim| KvPool::new(rows, dim, RowQuant::Index, key_format, device))
                 .transpose()?,
             pending,
         })

@@ -218,15 +218,10 @@ impl DSparkAttention {
         cache: &WindowCache,
     ) -> Result<Tensor> {
         let part = |idxs: &Tensor| idxs.narrow(0, rows.start, rows.len());
+        let (ring, block) = (part(&plan.ring_idxs)?, part(&plan.block_idxs)?);
         let scopes = [
-            KvScope {
-                kv: cache.kv().tensor(),
-                idxs: &part(&plan.ring_idxs)?,
-            },
-            KvScope {
-                kv,
-                idxs: &part(&plan.block_idxs)?,
-            },
+            KvScope::new(cache.kv().stored(), &ring),
+            KvScope::new(kv, &block),
         ];
         let o = sparse_attn(q, &scopes, &self.core.attn_sink, self.core.scale)?;
         self.core.output(&o, &ropes.block.narrow(rows)?)

@@ -8,6 +8,7 @@ use deepseek_v41_core::{Error, Result, upload};
 use crate::cache::CompressedCache;
 use crate::ops::{CandidateBlocks, IndexSpan, TopkIdxs};
 use crate::plan::CompressPlan;
+use crate::stored::StoredRows;
 
 /// Whose index keys a layer's indexer scores.
 #[derive(Debug, Clone, Copy, Default)]
@@ -58,8 +59,8 @@ pub(crate) struct Scored {
 /// Consecutive tokens that score the same keys.
 pub(crate) struct KeyRun<'a> {
     pub(crate) tokens: Range<usize>,
-    /// `[rows, Di]` bf16.
-    pub(crate) keys: &'a Tensor,
+    /// Rows of `Di`.
+    pub(crate) keys: StoredRows<'a>,
     /// Visible rows of each token, in `keys`.
     pub(crate) spans: Vec<IndexSpan>,
 }
@@ -97,7 +98,7 @@ pub(crate) fn score_per_token(
             .iter()
             .map(|span| source.moved(span, cache))
             .collect::<Result<_>>()?;
-        let keys = source.index_k()?.tensor();
+        let keys = source.index_k()?.stored();
         let found = score(KeyRun {
             tokens,
             keys,
@@ -122,7 +123,7 @@ pub(crate) fn score_per_token(
             candidates.extend(found.ids.to_vec2::<i32>()?);
         }
     }
-    let device = cache.kv().tensor().device();
+    let device = cache.kv().device();
     let tensor = |mut rows: Vec<Vec<i32>>| -> Result<Tensor> {
         let width = rows.iter().map(Vec::len).max().unwrap_or(0);
         rows.iter_mut().for_each(|row| row.resize(width, -1));

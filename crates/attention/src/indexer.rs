@@ -15,6 +15,7 @@ use crate::plan::CompressPlan;
 use crate::projections::QueryLatent;
 use crate::rows::{RowQuant, finish_rows};
 use crate::runtime::SharedAttentionRuntime;
+use crate::stored::StoredRows;
 
 /// Keeps the `topk` best compressed rows of every query.
 ///
@@ -132,7 +133,7 @@ impl Indexer {
                     columns: plan.columns as usize,
                     rows: plan.kernel_rows.as_ref().map(|rows| &rows.spans),
                 };
-                self.score(&query, cache.index_k()?.tensor(), &spans, k)?
+                self.score(&query, cache.index_k()?.stored(), &spans, k)?
             }
             IndexKeySource::PerToken(keys) => score_per_token(keys, cache, plan, |run| {
                 let spans = Visible::of(&run.spans);
@@ -154,7 +155,7 @@ impl Indexer {
             weights,
             candidates,
         }: &IndexQuery,
-        keys: &Tensor,
+        keys: StoredRows<'_>,
         spans: &Visible<'_>,
         k: usize,
     ) -> Result<Scored> {

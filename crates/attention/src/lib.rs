@@ -18,6 +18,7 @@ mod projections;
 mod rows;
 mod runtime;
 mod slots;
+mod stored;
 
 pub use attention::{Attention, LayerCache, Prepared};
 pub use cache::{CompressedCache, SlotRows, WindowCache};
@@ -32,3 +33,4 @@ pub use pool::{KvFormat, KvPool};
 pub use rows::{RowQuant, finish_rows, finish_rows_unfused};
 pub use runtime::{RopeTables, SharedAttentionRuntime};
 pub use slots::{CacheGeometry, SlotMap};
+pub use stored::{RowPlanes, StoredRows};

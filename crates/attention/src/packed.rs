@@ -56,14 +56,23 @@ impl RowCodec {
 
     /// Bytes of a row.
     pub fn row_bytes(&self) -> usize {
-        self.code_bytes() + self.dim / self.quant.group()
+        self.code_bytes() + self.scale_bytes()
     }
 
-    fn code_bytes(&self) -> usize {
+    /// The number format.
+    pub fn quant(&self) -> RowQuant {
+        self.quant
+    }
+
+    pub(crate) fn code_bytes(&self) -> usize {
         match self.quant {
             RowQuant::Window => self.dim,
             RowQuant::Compressed | RowQuant::Index => self.dim / 2,
         }
+    }
+
+    pub(crate) fn scale_bytes(&self) -> usize {
+        self.dim / self.quant.group()
     }
 
     /// Packs one row. `row: [dim]`, `out: [row_bytes]`. A group with a NaN becomes all NaN, as rounding

@@ -11,10 +11,12 @@ use crate::ops;
 use crate::packed::{RowCodec, pack_rows, unpack_rows};
 use crate::plan::i32_tensor;
 use crate::rows::RowQuant;
+use crate::stored::{RowPlanes, StoredRows};
 
 /// How the rows of KV and index-key pools are stored.
 ///
-/// Only writing into a pool and reading from it know the format; results are the same bits.
+/// Only writing into a pool and reading from it know the format; results are the same bits. A GPU keeps
+/// index keys packed in either format: its scores are then the same by construction, and faster.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum KvFormat {
     /// Two bytes an element, as computed.
@@ -27,9 +29,19 @@ pub enum KvFormat {
 /// Rows of `dim` values that were rounded to one number format, addressed by physical row.
 #[derive(Debug)]
 pub struct KvPool {
-    data: Tensor,
-    format: KvFormat,
+    data: RowData,
     codec: RowCodec,
+}
+
+/// The memory of a pool.
+#[derive(Debug)]
+enum RowData {
+    /// `[rows, dim]` bf16.
+    Bf16(Tensor),
+    /// `[rows, row_bytes]` U8, on the CPU.
+    Packed(Tensor),
+    /// Packed, on a GPU.
+    Planes(RowPlanes),
 }
 
 impl KvPool {
@@ -46,29 +58,26 @@ impl KvPool {
         device: &Device,
     ) -> Result<Self> {
         let codec = RowCodec::new(quant, dim)?;
-        if format == KvFormat::Packed && !device.is_cpu() {
-            return Err(Error::Unsupported {
-                what: "packed KV rows on a GPU: use KvFormat::Bf16 there".into(),
-            });
-        }
         let data = match format {
-            KvFormat::Bf16 => lazy_zeros_bf16(rows, dim, device)?,
+            KvFormat::Bf16 => RowData::Bf16(lazy_zeros_bf16(rows, dim, device)?),
             // All-zero bytes are rows of zeros.
             KvFormat::Packed => {
                 checked_len(rows, codec.row_bytes())?;
-                Tensor::zeros((rows, codec.row_bytes()), DType::U8, device)?
+                match device {
+                    Device::Cpu => {
+                        let shape = (rows, codec.row_bytes());
+                        RowData::Packed(Tensor::zeros(shape, DType::U8, device)?)
+                    }
+                    _ => RowData::Planes(RowPlanes::new(rows, codec, device)?),
+                }
             }
         };
-        Ok(Self {
-            data,
-            format,
-            codec,
-        })
+        Ok(Self { data, codec })
     }
 
     /// Physical rows.
     pub fn rows(&self) -> usize {
-        self.data.dims()[0]
+        self.stored().rows()
     }
 
     /// The packed form of this pool's rows, whatever they are stored as.
@@ -76,17 +85,27 @@ impl KvPool {
         self.codec
     }
 
-    /// `[rows, dim]` bf16 or `[rows, row_bytes]` U8, shared with the pool: later writes show in it. The
-    /// operations of this crate take either.
-    pub fn tensor(&self) -> &Tensor {
-        &self.data
+    /// The rows as operations take them, shared with the pool: later writes show in them.
+    pub fn stored(&self) -> StoredRows<'_> {
+        match &self.data {
+            RowData::Bf16(rows) | RowData::Packed(rows) => StoredRows::Whole(rows),
+            RowData::Planes(planes) => StoredRows::Planes(planes),
+        }
+    }
+
+    /// Where the rows are.
+    pub fn device(&self) -> &Device {
+        match &self.data {
+            RowData::Bf16(rows) | RowData::Packed(rows) => rows.device(),
+            RowData::Planes(planes) => planes.codes().device(),
+        }
     }
 
     /// Bytes of one row.
     pub fn row_bytes(&self) -> usize {
-        match self.format {
-            KvFormat::Bf16 => self.codec.dim() * DType::BF16.size_in_bytes(),
-            KvFormat::Packed => self.codec.row_bytes(),
+        match self.data {
+            RowData::Bf16(_) => self.codec.dim() * DType::BF16.size_in_bytes(),
+            RowData::Packed(_) | RowData::Planes(_) => self.codec.row_bytes(),
         }
     }
 
@@ -98,12 +117,13 @@ impl KvPool {
     /// Writes `rows: [n, dim]` bf16 to the physical rows `slots: [n]` i32, skipping `-1`.
     ///
     /// # Errors
-    /// Shapes that do not fit, a row outside of the pool, or, in a packed pool, a row that was not
-    /// rounded by the pool's format.
+    /// Shapes that do not fit, on the CPU a row outside of the pool and, in a packed pool, a row that was
+    /// not rounded by the pool's format (on a GPU its values become the format's nearest).
     pub fn write(&mut self, rows: &Tensor, slots: &Tensor) -> Result<()> {
-        match self.format {
-            KvFormat::Bf16 => ops::write_rows(&self.data, rows, slots),
-            KvFormat::Packed => ops::write_rows(&self.data, &pack_rows(rows, self.codec)?, slots),
+        match &self.data {
+            RowData::Bf16(data) => ops::write_rows(data, rows, slots),
+            RowData::Packed(data) => ops::write_rows(data, &pack_rows(rows, self.codec)?, slots),
+            RowData::Planes(planes) => planes.write(rows, slots),
         }
     }
 
@@ -112,10 +132,10 @@ impl KvPool {
     /// # Errors
     /// The range passes the end of the pool.
     pub fn read(&self, range: Range<u32>) -> Result<Tensor> {
-        let rows = read_rows(&self.data, range)?;
-        match self.format {
-            KvFormat::Bf16 => Ok(rows),
-            KvFormat::Packed => unpack_rows(&rows, self.codec),
+        match &self.data {
+            RowData::Bf16(data) => read_rows(data, range),
+            RowData::Packed(data) => unpack_rows(&read_rows(data, range)?, self.codec),
+            RowData::Planes(planes) => planes.read(range),
         }
     }
 
@@ -124,27 +144,60 @@ impl KvPool {
     /// # Errors
     /// Either range passes the end of the pool.
     pub fn copy_rows(&mut self, from: u32, to: u32, n: u32) -> Result<()> {
-        copy_rows(&self.data, from, to, n)
+        match &self.data {
+            RowData::Bf16(data) | RowData::Packed(data) => copy_rows(data, from, to, n),
+            RowData::Planes(planes) => planes.copy_rows(from, to, n),
+        }
     }
 
     /// The physical rows `rows` in packed form, `[n, row_bytes]` U8, whatever the pool's format.
-    pub(crate) fn export(&self, rows: Vec<u32>) -> Result<Tensor> {
-        let rows = gather_rows(&self.data, rows)?;
-        match self.format {
-            KvFormat::Bf16 => pack_rows(&rows, self.codec),
-            KvFormat::Packed => Ok(rows),
+    ///
+    /// # Errors
+    /// A row outside of the pool, or one that was not rounded by the pool's format.
+    pub fn export(&self, rows: Vec<u32>) -> Result<Tensor> {
+        self.check_rows(&rows)?;
+        match &self.data {
+            RowData::Bf16(data) => pack_rows(&gather_rows(data, rows)?, self.codec),
+            RowData::Packed(data) => gather_rows(data, rows),
+            RowData::Planes(planes) => planes.gather_packed(rows),
         }
     }
 
     /// The opposite of [`export`](Self::export): `packed: [n, row_bytes]` U8 to the rows `rows`.
-    pub(crate) fn import(&mut self, packed: &Tensor, rows: &[u32]) -> Result<()> {
+    ///
+    /// # Errors
+    /// Another shape or dtype, bytes that no row packs to.
+    pub fn import(&mut self, packed: &Tensor, rows: &[u32]) -> Result<()> {
+        self.check_rows(rows)?;
+        let width = self.codec.row_bytes();
+        if packed.dims() != [rows.len(), width] || packed.dtype() != DType::U8 {
+            return Err(Error::shape(
+                "packed rows",
+                format!(
+                    "expected [{}, {width}] U8, found {:?} {:?}",
+                    rows.len(),
+                    packed.shape(),
+                    packed.dtype()
+                ),
+            ));
+        }
         self.codec.check(&packed.flatten_all()?.to_vec1::<u8>()?)?;
-        let slots = slots_tensor(rows, self.data.device())?;
-        match self.format {
-            KvFormat::Bf16 => {
-                ops::write_rows(&self.data, &unpack_rows(packed, self.codec)?, &slots)
-            }
-            KvFormat::Packed => ops::write_rows(&self.data, packed, &slots),
+        let slots = slots_tensor(rows, self.device())?;
+        match &self.data {
+            RowData::Bf16(data) => ops::write_rows(data, &unpack_rows(packed, self.codec)?, &slots),
+            RowData::Packed(data) => ops::write_rows(data, packed, &slots),
+            RowData::Planes(planes) => planes.write_packed(packed, &slots),
+        }
+    }
+
+    /// On a GPU nothing else would.
+    fn check_rows(&self, rows: &[u32]) -> Result<()> {
+        match rows.iter().find(|&&row| row as usize >= self.rows()) {
+            None => Ok(()),
+            Some(row) => Err(Error::value(
+                "row of a pool",
+                format!("{row} is not one of {}", self.rows()),
+            )),
         }
     }
 }

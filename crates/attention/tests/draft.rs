@@ -11,7 +11,7 @@ use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
 use candle_core::{DType, Tensor};
-use common::{CPU, bits, chunk, geometry, input, odd_config, random_weights};
+use common::{CPU, bits, chunk, geometry, input, kept, odd_config, random_weights};
 use deepseek_v41_attention::ops::{KvScope, sparse_attn};
 use deepseek_v41_attention::{
     AttentionConfig, CacheGeometry, ChunkSpec, DSparkAttention, DraftChunk, DraftPlan, DraftRopes,
@@ -176,10 +176,7 @@ fn equals_the_composition_of_its_parts() {
         let q = linear("wq_b", cfg.q_lora_rank, cfg.n_heads * cfg.head_dim, &qr);
         let q = q.reshape((BLOCK, cfg.n_heads, cfg.head_dim)).unwrap();
         let q = apply_rope(&q, &table, false).unwrap();
-        let scope = KvScope {
-            kv: &all,
-            idxs: &idxs,
-        };
+        let scope = KvScope::new(&all, &idxs);
         let scale = (cfg.head_dim as f64).powf(-0.5) as f32;
         let o = sparse_attn(&q, &[scope], &rig.weights["attn_sink"], scale).unwrap();
         let o = apply_rope(&o, &table, true)
@@ -257,9 +254,9 @@ fn the_first_block_row_sees_the_last() {
 fn drafts_are_never_written() {
     let mut rig = Rig::new(geometry(7, 2, 32, 1), 5);
     rig.seed(chunk(0, 0, 9), &input(9, 64, 1));
-    let before = bits(rig.cache.kv().tensor());
+    let before = kept(rig.cache.kv());
     rig.step(&[drafted(0, 9, 0)], &input(0, 64, 1), &input(BLOCK, 64, 2));
-    assert_bits_eq(&bits(rig.cache.kv().tensor()), &before);
+    assert_bits_eq(&kept(rig.cache.kv()), &before);
 }
 
 #[test]

@@ -118,7 +118,7 @@ fn operations_read_either_form() {
     let idxs = Tensor::from_vec(idxs, (2, 75), &CPU).unwrap();
     for quant in [RowQuant::Window, RowQuant::Compressed] {
         let (plain, packed) = pool(quant);
-        let run = |kv| bits(&sparse_attn(&q, &[KvScope { kv, idxs: &idxs }], &sink, 0.2).unwrap());
+        let run = |kv| bits(&sparse_attn(&q, &[KvScope::new(kv, &idxs)], &sink, 0.2).unwrap());
         assert_bits_eq(&run(&packed), &run(&plain));
     }
     let (plain, packed) = pool(RowQuant::Index);
@@ -144,18 +144,7 @@ fn operations_read_either_form() {
     // Bytes of some other width are not rows of anything.
     let odd = Tensor::zeros((rows, 50), DType::U8, &CPU).unwrap();
     assert!(index_topk(&q, &weights, &odd, &spans, 12, None).is_err());
-    assert!(
-        sparse_attn(
-            &q,
-            &[KvScope {
-                kv: &odd,
-                idxs: &idxs
-            }],
-            &sink,
-            0.2
-        )
-        .is_err()
-    );
+    assert!(sparse_attn(&q, &[KvScope::new(&odd, &idxs)], &sink, 0.2).is_err());
 }
 
 #[test]

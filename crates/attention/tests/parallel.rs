@@ -9,7 +9,7 @@ mod common;
 
 use std::sync::Arc;
 
-use common::{CPU, bits, chunk, geometry, input, odd_config, random_weights};
+use common::{CPU, bits, chunk, geometry, input, kept, odd_config, random_weights};
 use deepseek_v41_attention::{
     Attention, AttentionConfig, AttnPlan, CompressedCache, IndexKeySource, KvFormat, LayerCache,
     RopeTables, SharedAttentionRuntime, WindowCache,
@@ -67,7 +67,7 @@ fn run(comm: Arc<dyn Comm>) -> [Vec<bf16>; 3] {
                 .unwrap(),
         ));
     }
-    [y, bits(window.kv().tensor()), bits(source.kv().tensor())]
+    [y, kept(window.kv()), kept(source.kv())]
 }
 
 #[test]

@@ -48,7 +48,7 @@ impl Inputs {
         let idxs: Vec<Tensor> = scopes.iter().map(|s| idx_tensor(s)).collect();
         let scopes: Vec<_> = idxs
             .iter()
-            .map(|idxs| KvScope { kv: &self.kv, idxs })
+            .map(|idxs| KvScope::new(&self.kv, idxs))
             .collect();
         values(&sparse_attn(&self.q, &scopes, &self.sink, self.scale).unwrap())
     }
@@ -83,10 +83,7 @@ fn golden() {
         let (mut got, mut want) = (Vec::new(), Vec::new());
         for b in 0..q.dims()[0] {
             let (kv, idxs) = (kv.get(b).unwrap(), idx.get(b).unwrap());
-            let scope = KvScope {
-                kv: &kv,
-                idxs: &idxs,
-            };
+            let scope = KvScope::new(&kv, &idxs);
             let out = sparse_attn(&q.get(b).unwrap(), &[scope], &sink, scale).unwrap();
             got.extend(values(&out).iter().map(|v| v.to_f32()));
         }
@@ -198,16 +195,7 @@ fn the_sink_is_in_the_denominator_only() {
     let idxs = idx_tensor(&[vec![0]]);
     let out = |sink: f32| {
         let sink = Tensor::full(sink, 1, &CPU).unwrap();
-        let out = sparse_attn(
-            &q,
-            &[KvScope {
-                kv: &kv,
-                idxs: &idxs,
-            }],
-            &sink,
-            0.125,
-        )
-        .unwrap();
+        let out = sparse_attn(&q, &[KvScope::new(&kv, &idxs)], &sink, 0.125).unwrap();
         values(&out)[0].to_f32()
     };
     assert_eq!(out(f32::NEG_INFINITY), 3.0);
@@ -238,16 +226,7 @@ fn probabilities_are_rounded_for_the_values_only() {
     let kv = Tensor::from_vec(vec![bf16::ZERO, bf16::from_f32(-1.0)], (2, 1), &CPU).unwrap();
     let sink = Tensor::full(f32::NEG_INFINITY, 1, &CPU).unwrap();
     let idxs = idx_tensor(&[vec![0, 1]]);
-    let out = sparse_attn(
-        &q,
-        &[KvScope {
-            kv: &kv,
-            idxs: &idxs,
-        }],
-        &sink,
-        0.3,
-    )
-    .unwrap();
+    let out = sparse_attn(&q, &[KvScope::new(&kv, &idxs)], &sink, 0.3).unwrap();
     let p = (-0.3f32).exp();
     let want = bf16::from_f32(-bf16::from_f32(p).to_f32() / (1.0 + p));
     assert_eq!(values(&out)[0], want);
@@ -272,10 +251,7 @@ fn indices_outside_the_pool_are_errors() {
     let x = inputs(2, 5, 40, 4, 5);
     for bad in [4, -2, i32::MIN, i32::MAX] {
         let idxs = idx_tensor(&[vec![0, 1], vec![2, bad]]);
-        let scope = KvScope {
-            kv: &x.kv,
-            idxs: &idxs,
-        };
+        let scope = KvScope::new(&x.kv, &idxs);
         let err = sparse_attn(&x.q, &[scope], &x.sink, x.scale).unwrap_err();
         assert!(matches!(err, Error::Value { .. }), "{err}");
     }
@@ -286,7 +262,7 @@ fn shapes_that_do_not_fit_are_errors() {
     let x = inputs(2, 5, 40, 4, 5);
     let idxs = idx_tensor(&[vec![0], vec![1]]);
     let run = |q: &Tensor, kv: &Tensor, idxs: &Tensor, sink: &Tensor| {
-        sparse_attn(q, &[KvScope { kv, idxs }], sink, 1.0).map(|_| ())
+        sparse_attn(q, &[KvScope::new(kv, idxs)], sink, 1.0).map(|_| ())
     };
     let narrow = |x: &Tensor, d: usize| x.narrow(d, 0, 1).unwrap();
     let cases = [
@@ -316,10 +292,7 @@ fn shapes_that_do_not_fit_are_errors() {
 fn no_queries_give_no_rows() {
     let x = inputs(0, 5, 40, 4, 5);
     let idxs = Tensor::zeros((0, 7), candle_core::DType::I32, &CPU).unwrap();
-    let scope = KvScope {
-        kv: &x.kv,
-        idxs: &idxs,
-    };
+    let scope = KvScope::new(&x.kv, &idxs);
     assert_eq!(
         sparse_attn(&x.q, &[scope], &x.sink, 1.0).unwrap().dims(),
         [0, 5, 40]

@@ -3,6 +3,8 @@
 //! Calls are queued back to back, so an operation whose launches take the host longer than the device
 //! shows the host's time. The copy ceiling counts bytes read and written. Weights rotate through copies that together pass the level-2 cache.
 
+mod packed;
+
 use std::{sync::Arc, time::Instant};
 
 use candle_core::{DType, Device, Tensor};
@@ -96,10 +98,14 @@ pub(crate) fn run(device: &Device, only: &str) -> Result<()> {
     }
     println!("| op | shape | µs | rate | of ceiling |\n| --- | --- | ---: | ---: | ---: |");
     let rng = Random::new(7);
+    if only == "packed" {
+        return packed::run(device, &rng, &top);
+    }
     linears(device, &rng, &top)?;
     rows(device, &rng, &top)?;
     experts(device, &rng, &top)?;
     attention(device, &rng, &top)?;
+    packed::run(device, &rng, &top)?;
     crate::layer::run(device, top.bytes)?;
     model(device)
 }
@@ -244,10 +250,7 @@ fn attention(device: &Device, rng: &Random, top: &Ceilings) -> Result<()> {
         let (q, kv) = (noise(device, &[t, h, d])?, noise(device, &[rows, d])?);
         let idxs: Vec<i32> = (0..t * n).map(|_| rng.below(rows) as i32).collect();
         let idxs = Tensor::from_vec(idxs, (t, n), device)?;
-        let scopes = [KvScope {
-            kv: &kv,
-            idxs: &idxs,
-        }];
+        let scopes = [KvScope::new(&kv, &idxs)];
         let calls = if t > 64 { 10 } else { 200 };
         let seconds = time(device, calls, |_| sparse_attn(&q, &scopes, &sink, 0.044))?;
         let work = Work::Flops(4.0 * (t * h * d * n) as f64);

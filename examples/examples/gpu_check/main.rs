@@ -3,7 +3,7 @@
 //! ```text
 //! cargo run --release --features cuda --example gpu_check -- correctness [tests/data/golden [GROUP]]
 //! cargo run --release --features cuda --example gpu_check -- conformance [tests/data/golden]
-//! cargo run --release --features cuda --example gpu_check -- bench [layer]
+//! cargo run --release --features cuda --example gpu_check -- bench [layer | packed]
 //! ```
 //!
 //! `correctness` computes every operation on both devices from fresh random data, at odd shapes and at
@@ -19,6 +19,8 @@ mod correctness;
 mod data;
 #[cfg(feature = "cuda")]
 mod layer;
+#[cfg(feature = "cuda")]
+mod packed;
 #[cfg(feature = "cuda")]
 mod replay;
 #[cfg(feature = "cuda")]
@@ -81,6 +83,7 @@ fn main() -> ExitCode {
                     whole::golden(golden.as_ref(), &device, r)
                 });
                 report.group("replay", only, |r| replay::tiny(&device, r));
+                report.group("packed", only, |r| packed::tiny(&device, r));
                 report.group("tiny", only, |r| whole::tiny(&device, r));
                 Ok(report.finish())
             }

@@ -4,7 +4,8 @@ use std::time::Instant;
 
 use candle_core::Device;
 use deepseek_v41::{
-    DeepSeekV41, LoadOptions, Result,
+    DeepSeekV41, Error, LoadOptions, Result,
+    attention::KvFormat,
     model::{Chunk, ForwardBatch, Limits, LogitRows, ModelState},
 };
 
@@ -12,18 +13,21 @@ use crate::{correctness::Report, data::Random};
 
 /// What one run of the script gives: a row of logits and hidden states for each step.
 struct Run {
+    /// The file of the sequence put away.
+    saved: Vec<u8>,
     rows: Vec<Vec<u32>>,
     replayed: u64,
     steps: usize,
 }
 
 /// Prompts, single tokens over several widths of the indexing passes, chunks of a few, two sequences in
-/// one step, and tokens taken back: always the same tokens.
-fn script(model: &DeepSeekV41, replay: bool) -> Result<Run> {
+/// one step, tokens taken back, a fork, a sequence put away and brought back: always the same tokens.
+fn script(model: &DeepSeekV41, replay: bool, kv_format: KvFormat) -> Result<Run> {
     let transformer = model.transformer();
     let limits = Limits {
         max_len: 1024,
         max_seqs: 2,
+        kv_format,
         ..Limits::default()
     };
     let mut state = ModelState::new(transformer.config(), limits, transformer.device())?;
@@ -68,7 +72,23 @@ fn script(model: &DeepSeekV41, replay: bool) -> Result<Run> {
         let len = state.len(a)? - 3;
         state.truncate(a, len)?;
     }
+    state.release(b)?;
+    let c = state.fork(a, state.len(a)? - 2)?;
+    for _ in 0..10 {
+        step(&mut state, vec![Chunk::text(c, ids(1))], false)?;
+    }
+    let file = std::env::temp_dir().join(format!("gpu_check-{}.state", std::process::id()));
+    state.save(c, &[], transformer, &file)?;
+    state.release(c)?;
+    let d = state.restore(transformer, &file)?.seq;
+    for _ in 0..10 {
+        let both = vec![Chunk::text(a, ids(1)), Chunk::text(d, ids(1))];
+        step(&mut state, both, false)?;
+    }
+    let saved = std::fs::read(&file).map_err(|e| Error::io(&file, e))?;
+    std::fs::remove_file(&file).map_err(|e| Error::io(&file, e))?;
     Ok(Run {
+        saved,
         replayed: state.replayed(),
         rows,
         steps,
@@ -84,22 +104,29 @@ pub(crate) fn tiny(gpu: &Device, r: &mut Report) -> Result<()> {
         device: gpu.clone(),
         ..LoadOptions::default()
     })?;
-    let (launched, replayed) = (script(&model, false)?, script(&model, true)?);
-    let differ = launched
-        .rows
-        .iter()
-        .zip(&replayed.rows)
-        .filter(|(a, b)| a != b)
-        .count();
-    let shape = format!("{} of {} steps replayed", replayed.replayed, replayed.steps);
-    r.error("replayed steps = launched", &shape, differ as f64, 0.0);
-    let few = replayed.replayed * 2 < replayed.steps as u64;
-    r.error(
-        "half of the steps replayed",
-        &shape,
-        f64::from(u8::from(few)),
-        0.0,
-    );
+    let launched = script(&model, false, KvFormat::Bf16)?;
+    for (name, format, replay) in [
+        ("replayed steps = launched", KvFormat::Bf16, true),
+        ("packed steps = bf16", KvFormat::Packed, false),
+        ("packed, replayed = bf16, launched", KvFormat::Packed, true),
+    ] {
+        let run = script(&model, replay, format)?;
+        let pairs = launched.rows.iter().zip(&run.rows);
+        let differ = pairs.filter(|(a, b)| a != b).count();
+        let shape = format!("{} of {} steps replayed", run.replayed, run.steps);
+        r.error(name, &shape, differ as f64, 0.0);
+        let differs = |differs: bool| f64::from(u8::from(differs));
+        r.error(
+            "the same file",
+            name,
+            differs(launched.saved != run.saved),
+            0.0,
+        );
+        if replay {
+            let few = run.replayed * 2 < run.steps as u64;
+            r.error("half of the steps replayed", &shape, differs(few), 0.0);
+        }
+    }
     for replay in [false, true] {
         let seconds = token(&model, replay)?;
         println!(

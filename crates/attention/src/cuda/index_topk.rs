@@ -4,7 +4,7 @@ use candle_core::{CudaDevice, DType, Tensor};
 use deepseek_v41_core::{
     Result,
     cuda::{
-        Held, Launch, Out, Ptr, kernels, multiprocessors,
+        Held, Launch, Out, Ptr, is_hopper, kernels, multiprocessors,
         ops::{device, supported},
     },
     upload,
@@ -12,6 +12,10 @@ use deepseek_v41_core::{
 use half::bf16;
 
 use crate::ops::{CandidateBlocks, IndexSpan};
+use crate::rows::RowQuant;
+use crate::stored::StoredRows;
+
+const OP: &str = "index_topk";
 
 /// Bytes of scores held at a time; longer prefills go in groups of queries.
 const SCORE_BYTES: usize = 64 << 20;
@@ -52,12 +56,11 @@ struct Scores<'a> {
 pub(crate) fn index_topk(
     q: &Tensor,
     weights: &Tensor,
-    keys: &Tensor,
+    keys: StoredRows<'_>,
     spans: &Spans<'_>,
     wanted: &Wanted,
     candidates: Option<&CandidateBlocks>,
 ) -> Result<(Tensor, Tensor)> {
-    const OP: &str = "index_topk";
     let (q, weights) = (q.contiguous()?, weights.contiguous()?);
     let dev = device(&q)?;
     let (t, h, d) = q.dims3()?;
@@ -66,12 +69,6 @@ pub(crate) fn index_topk(
         OP,
         d,
         "head widths of multiples of 32 up to 128",
-    )?;
-    supported(
-        keys.dtype() == DType::BF16,
-        OP,
-        "packed keys",
-        "bf16 keys (KvFormat::Bf16)",
     )?;
     let most = spans.columns;
     let (per_row, block) = match candidates {
@@ -93,9 +90,10 @@ pub(crate) fn index_topk(
     } = *spans;
     let ids = candidates.map(|c| c.ids.contiguous()).transpose()?;
 
+    let keys = Keys::of(&keys, (h, d), candidates.is_some())?;
     // Queries of one sequence may share each key they read.
     let one_base = each.iter().all(|s| s.base == each[0].base);
-    let shared = if one_base && candidates.is_none() && t >= 4 {
+    let shared = if one_base && candidates.is_none() && t >= 4 && keys.kernel != Kernel::Hopper {
         4
     } else {
         1
@@ -117,7 +115,6 @@ pub(crate) fn index_topk(
         Held::new(&q, OP).ptr::<bf16>()?,
         Held::new(&weights, OP).ptr::<bf16>()?,
     );
-    let keys = Held::new(keys, OP).ptr::<bf16>()?;
     let spans0 = Held::new(flat, OP).ptr::<i32>()?;
     let ids0 = ids
         .as_ref()
@@ -135,29 +132,14 @@ pub(crate) fn index_topk(
             per_row,
             block,
         };
-        let launch = Launch::new(dev, kernels::INDEX_SCORES, "index_scores_bf16")
-            .ptr(q0.offset(2 * first * h * d))
-            .ptr(w0.offset(2 * first * h))
-            .ptr(keys)
-            .ptr(Ptr::NULL)
-            .ptr(found.spans)
-            .ptr(found.blocks)
-            .ptr(found.keys)
-            .int(rows)
-            .int(h)
-            .int(d)
-            .int(n)
-            .long(ld)
-            .int(shared)
-            .int(per_row)
-            .int(block);
-        let grid = (
-            (2 * multiprocessors(dev)?).min(n.div_ceil(256)),
-            rows.div_ceil(shared),
-            1,
-        );
-        // SAFETY: q [rows, H, D], weights [rows, H], visible spans inside the pool, scores [rows, ld].
-        unsafe { launch.launch(grid, 256, shared * 2 * h.div_ceil(16) * 2080)? };
+        let queries = Queries {
+            q: q0.offset(2 * first * h * d),
+            weights: w0.offset(2 * first * h),
+            heads: h,
+            dim: d,
+            shared,
+        };
+        score(dev, &queries, &keys, &found)?;
         if k > 0 {
             select(dev, &found, k, topk.ptr().offset(4 * first * k))?;
         }
@@ -194,6 +176,115 @@ pub(crate) fn index_topk(
         topk.into_tensor((t, k))?,
         chosen.into_tensor((t, topk_blocks))?,
     ))
+}
+
+/// Which kernel scores.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kernel {
+    Bf16,
+    Fp4,
+    /// Packed keys, 32 heads of 128, no candidates.
+    Hopper,
+}
+
+/// Index keys and what reads them.
+struct Keys<'a> {
+    codes: Ptr<'a>,
+    scales: Ptr<'a>,
+    kernel: Kernel,
+}
+
+impl<'a> Keys<'a> {
+    fn of(keys: &StoredRows<'a>, shape: (usize, usize), in_candidates: bool) -> Result<Self> {
+        let planes = match keys {
+            StoredRows::Whole(keys) => {
+                supported(
+                    keys.dtype() == DType::BF16,
+                    OP,
+                    "packed keys in one tensor",
+                    "those of a pool on the GPU",
+                )?;
+                return Ok(Self {
+                    codes: Held::new(keys, OP).ptr::<bf16>()?,
+                    scales: Ptr::NULL,
+                    kernel: Kernel::Bf16,
+                });
+            }
+            StoredRows::Planes(planes) => planes,
+        };
+        supported(
+            planes.codec().quant() == RowQuant::Index,
+            OP,
+            format!("{:?} keys", planes.codec().quant()),
+            "RowQuant::Index",
+        )?;
+        let hopper = shape == (32, 128) && !in_candidates && is_hopper(device(planes.codes())?)?;
+        Ok(Self {
+            codes: Held::new(planes.codes(), OP).ptr::<u8>()?,
+            scales: Held::new(planes.scales(), OP).ptr::<u8>()?,
+            kernel: if hopper { Kernel::Hopper } else { Kernel::Fp4 },
+        })
+    }
+}
+
+/// The queries of one pass.
+struct Queries<'a> {
+    q: Ptr<'a>,
+    weights: Ptr<'a>,
+    heads: usize,
+    dim: usize,
+    /// Neighbouring queries that share each key they read.
+    shared: usize,
+}
+
+/// Fills `out` with the scores of every query.
+fn score(dev: &CudaDevice, queries: &Queries<'_>, keys: &Keys<'_>, out: &Scores<'_>) -> Result<()> {
+    let blocks = 2 * multiprocessors(dev)?;
+    if keys.kernel == Kernel::Hopper {
+        let launch = Launch::new(dev, kernels::INDEX_SCORES_SM90, "index_scores_sm90")
+            .ptr(queries.q)
+            .ptr(queries.weights)
+            .ptr(keys.codes)
+            .ptr(keys.scales)
+            .ptr(out.spans)
+            .ptr(out.keys)
+            .int(out.rows)
+            .int(out.n)
+            .long(out.ld);
+        // A few rounds of blocks in all, so that laying out a query is paid for by many keys.
+        let columns = (4 * blocks).div_ceil(out.rows).min(blocks);
+        let grid = (columns.min(out.n.div_ceil(256)), out.rows, 1);
+        // SAFETY: q [rows, 32, 128], weights [rows, 32], visible spans inside the pool, scores [rows, ld].
+        return unsafe { launch.launch(grid, 256, 73_728) };
+    }
+    let scores = match keys.kernel {
+        Kernel::Bf16 => "index_scores_bf16",
+        _ => "index_scores_fp4",
+    };
+    let launch = Launch::new(dev, kernels::INDEX_SCORES, scores)
+        .ptr(queries.q)
+        .ptr(queries.weights)
+        .ptr(keys.codes)
+        .ptr(keys.scales)
+        .ptr(out.spans)
+        .ptr(out.blocks)
+        .ptr(out.keys)
+        .int(out.rows)
+        .int(queries.heads)
+        .int(queries.dim)
+        .int(out.n)
+        .long(out.ld)
+        .int(queries.shared)
+        .int(out.per_row)
+        .int(out.block);
+    let grid = (
+        blocks.min(out.n.div_ceil(256)),
+        out.rows.div_ceil(queries.shared),
+        1,
+    );
+    let shared = queries.shared * 2 * queries.heads.div_ceil(16) * 2080;
+    // SAFETY: q [rows, H, D], weights [rows, H], visible spans inside the pool, scores [rows, ld].
+    unsafe { launch.launch(grid, 256, shared) }
 }
 
 /// The `k` best columns of each row as ascending pool rows, -1 at the tail.

@@ -3,20 +3,33 @@
 //! Indices are not checked there: a row outside of its pool is the caller's error that the CPU reports.
 
 mod index_topk;
+mod sparse_attn;
 
 use candle_core::{CudaStorage, DType, Layout, Tensor, backend::BackendStorage as _};
 use deepseek_v41_core::{
     Error, Result, RmsNorm, RopeTable,
     cuda::{
-        Held, Launch, Out, Ptr, contiguous, is_hopper, kernels, multiprocessors,
-        ops::{RowKind, device, norm_rope_quant, supported},
+        Held, Launch, Out, Ptr, contiguous, kernels,
+        ops::{RowKind, device, norm_rope_quant},
     },
 };
 use half::bf16;
 
-pub(crate) use self::index_topk::{Spans, Wanted, index_topk};
-use crate::ops::KvScope;
+pub(crate) use self::{
+    index_topk::{Spans, Wanted, index_topk},
+    sparse_attn::sparse_attn,
+};
 use crate::rows::RowQuant;
+use crate::stored::RowPlanes;
+
+/// A number format as kernels name it.
+fn kind(quant: RowQuant) -> RowKind {
+    match quant {
+        RowQuant::Window => RowKind::Fp8,
+        RowQuant::Compressed => RowKind::Fp4E4m3,
+        RowQuant::Index => RowKind::Fp4E8m0,
+    }
+}
 
 /// [`finish_rows`](crate::finish_rows) of checked operands: one kernel.
 pub(crate) fn finish_rows(
@@ -25,13 +38,8 @@ pub(crate) fn finish_rows(
     table: &RopeTable,
     quant: RowQuant,
 ) -> Result<Tensor> {
-    let kind = match quant {
-        RowQuant::Window => RowKind::Fp8,
-        RowQuant::Compressed => RowKind::Fp4E4m3,
-        RowQuant::Index => RowKind::Fp4E8m0,
-    };
     let norm = norm.map(half_norm).transpose()?;
-    norm_rope_quant(xs, norm, (&table.cos, &table.sin), kind, false)
+    norm_rope_quant(xs, norm, (&table.cos, &table.sin), kind(quant), false)
 }
 
 /// A norm as kernels take it.
@@ -114,12 +122,6 @@ pub(crate) fn write_rows(
         ),
     };
     let bytes = width * size;
-    supported(
-        bytes.is_multiple_of(4),
-        OP,
-        bytes,
-        "rows of multiples of 4 bytes",
-    )?;
     let launch = Launch::new(&dev, kernels::WRITE_ROWS, "write_rows")
         .ptr(rows)
         .ptr(slots)
@@ -129,101 +131,20 @@ pub(crate) fn write_rows(
     unsafe { launch.launch((n, 1, 1), 128, 0) }
 }
 
-/// Most parts that one query's rows are split into.
-const MAX_SPLITS: usize = 64;
-
-/// [`sparse_attn`](crate::ops::sparse_attn) of checked operands.
-pub(crate) fn sparse_attn(
-    q: &Tensor,
-    scopes: &[KvScope<'_>],
-    sink: &Tensor,
-    scale: f32,
-) -> Result<Tensor> {
-    const OP: &str = "sparse_attn";
-    let q = q.contiguous()?;
-    let dev = device(&q)?;
-    let (t, h, d) = q.dims3()?;
-    supported(
-        d.is_multiple_of(16) && d <= 512,
-        OP,
-        d,
-        "head widths of multiples of 16 up to 512",
-    )?;
-    supported(scopes.len() <= 3, OP, scopes.len(), "up to 3 scopes")?;
-    let mut listed = 0;
-    let mut words = [(Ptr::NULL, Ptr::NULL, 0); 3];
-    for (word, scope) in words.iter_mut().zip(scopes) {
-        supported(
-            scope.kv.dtype() == DType::BF16,
-            OP,
-            "packed rows",
-            "bf16 rows (KvFormat::Bf16)",
-        )?;
-        let n = scope.idxs.dim(1)?;
-        listed += n;
-        *word = (
-            Held::new(scope.kv, OP).ptr::<bf16>()?,
-            Held::new(scope.idxs, OP).ptr::<i32>()?,
-            n,
-        );
-    }
-    let hopper_shared = 2 * 65_536 + 4 * 16_384 + 2 * 8192 + 1024 + 4 * listed;
-    let hopper = d == 512 && is_hopper(dev)? && hopper_shared <= 232_448;
-    let (heads, tile) = if hopper { (64, 64) } else { (32, 32) };
-    let blocks = t * h.div_ceil(heads);
-    let per_sm = if hopper { 1 } else { 2 };
-    let splits = (per_sm * multiprocessors(dev)? / blocks.max(1))
-        .min(listed / tile)
-        .clamp(1, MAX_SPLITS);
-
-    let out = Out::<bf16>::new(dev, q.elem_count())?;
-    let split = splits > 1;
-    let part_o = split
-        .then(|| Out::<f32>::new(dev, splits * t * h * d))
-        .transpose()?;
-    let part_ml = split
-        .then(|| Out::<f32>::new(dev, splits * t * h * 2))
-        .transpose()?;
-    let sink = Held::new(sink, OP).ptr::<f32>()?;
-    let (module, name) = match hopper {
-        true => (kernels::SPARSE_ATTN_SM90, "sparse_attn_sm90"),
-        false => (kernels::SPARSE_ATTN, "sparse_attn"),
-    };
-    let mut launch = Launch::new(dev, module, name)
-        .ptr(Held::new(&q, OP).ptr::<bf16>()?)
-        .scopes(words)
-        .ptr(sink)
-        .ptr(out.ptr())
-        .maybe(part_o.as_ref().map(Out::ptr))
-        .maybe(part_ml.as_ref().map(Out::ptr))
-        .int(t)
-        .int(h);
-    if !hopper {
-        launch = launch.int(d);
-    }
-    let launch = launch.f32(scale);
-    let grid = (splits, h.div_ceil(heads), t);
-    match hopper {
-        // SAFETY: q and out are [T, H, 512], lists [T, n] of rows of their pools, parts [S, T, H, ..].
-        true => unsafe { launch.launch(grid, 384, hopper_shared)? },
-        false => {
-            let shared = 2 * 32 * 2 * d.next_multiple_of(64) + 7296 + 4 * listed;
-            // SAFETY: as above, for any D.
-            unsafe { launch.launch(grid, 256, shared)? };
-        }
-    }
-    if let (Some(o), Some(ml)) = (&part_o, &part_ml) {
-        let launch = Launch::new(dev, kernels::SPARSE_ATTN_COMBINE, "sparse_attn_combine")
-            .ptr(o.ptr())
-            .ptr(ml.ptr())
-            .ptr(sink)
-            .ptr(out.ptr())
-            .int(t)
-            .int(h)
-            .int(d)
-            .int(splits);
-        // SAFETY: the parts written above; a block a head of a token.
-        unsafe { launch.launch((h, t, 1), 128, 0)? };
-    }
-    out.into_tensor((t, h, d))
+/// [`RowPlanes::write`] of checked operands: what [`pack_rows`](crate::pack_rows) and then
+/// [`write_rows`](crate::ops::write_rows) do on the CPU.
+pub(crate) fn pack_rows(planes: &RowPlanes, rows: &Tensor, slots: &Tensor) -> Result<()> {
+    const OP: &str = "pack_rows";
+    let rows = rows.contiguous()?;
+    let dev = device(&rows)?;
+    let codec = planes.codec();
+    let launch = Launch::new(dev, kernels::PACK_ROWS, "pack_rows")
+        .ptr(Held::new(&rows, OP).ptr::<bf16>()?)
+        .ptr(Held::new(slots, OP).ptr::<i32>()?)
+        .ptr(Held::new(planes.codes(), OP).ptr::<u8>()?)
+        .ptr(Held::new(planes.scales(), OP).ptr::<u8>()?)
+        .int(codec.dim())
+        .int(kind(codec.quant()) as usize);
+    // SAFETY: n rows of D and n slots, which plans make from rows of the pool; a block a row.
+    unsafe { launch.launch((rows.dims()[0], 1, 1), 128, 0) }
 }

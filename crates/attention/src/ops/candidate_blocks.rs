@@ -5,6 +5,7 @@ use deepseek_v41_core::Result;
 
 use super::index_topk::{IndexSpan, Visible, Wanted, select_rows};
 use super::topk_rows::topk_rows_ref;
+use crate::stored::StoredRows;
 
 /// Blocks of `block` consecutive positions each query may select from.
 ///
@@ -31,10 +32,10 @@ pub struct CandidateBlocks {
 /// Those of [`index_topk`](super::index_topk()), and `block == 0`.
 ///
 /// Reference: `select_candidate_blocks`.
-pub fn candidate_blocks(
+pub fn candidate_blocks<'k>(
     q: &Tensor,
     weights: &Tensor,
-    keys: &Tensor,
+    keys: impl Into<StoredRows<'k>>,
     spans: &[IndexSpan],
     topk_blocks: usize,
     block: usize,
@@ -44,7 +45,7 @@ pub fn candidate_blocks(
         topk_blocks,
         block,
     };
-    let (_, ids) = select_rows(q, weights, keys, &Visible::of(spans), wanted, None)?;
+    let (_, ids) = select_rows(q, weights, keys.into(), &Visible::of(spans), wanted, None)?;
     Ok(CandidateBlocks { block, ids })
 }
 

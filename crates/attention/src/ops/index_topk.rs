@@ -26,6 +26,7 @@ use super::pool_rows::PoolRows;
 use super::simd::round_bf16;
 use super::tile::dot;
 use super::topk_rows::topk_rows_ref;
+use crate::stored::StoredRows;
 
 const OP: &str = "index_topk";
 
@@ -48,7 +49,8 @@ pub struct TopkIdxs(pub Tensor);
 /// The `k` best visible positions of each query, as pool rows.
 ///
 /// * `q`: `[T, Hi, Di]` bf16, `weights`: `[T, Hi]` bf16 (softmax scale folded in);
-/// * `keys`: the pool, `[rows, Di]` bf16 or packed rows as U8; `spans`: one per token;
+/// * `keys`: the pool, rows of `Di` (on a GPU, packed ones must be [`RowQuant::Index`](crate::RowQuant));
+///   `spans`: one per token;
 /// * `candidates`: look only inside these blocks of the same positions (those of the layer that
 ///   published them).
 ///
@@ -64,10 +66,10 @@ pub struct TopkIdxs(pub Tensor);
 /// -1 at the tail.
 ///
 /// Reference: `Indexer.forward`.
-pub fn index_topk(
+pub fn index_topk<'k>(
     q: &Tensor,
     weights: &Tensor,
-    keys: &Tensor,
+    keys: impl Into<StoredRows<'k>>,
     spans: &[IndexSpan],
     k: usize,
     candidates: Option<&CandidateBlocks>,
@@ -78,7 +80,15 @@ pub fn index_topk(
         block: 1,
     };
     Ok(TopkIdxs(
-        select_rows(q, weights, keys, &Visible::of(spans), wanted, candidates)?.0,
+        select_rows(
+            q,
+            weights,
+            keys.into(),
+            &Visible::of(spans),
+            wanted,
+            candidates,
+        )?
+        .0,
     ))
 }
 
@@ -87,10 +97,10 @@ pub fn index_topk(
 ///
 /// # Errors
 /// Those of the two.
-pub fn index_topk_with_candidates(
+pub fn index_topk_with_candidates<'k>(
     q: &Tensor,
     weights: &Tensor,
-    keys: &Tensor,
+    keys: impl Into<StoredRows<'k>>,
     spans: &[IndexSpan],
     k: usize,
     topk_blocks: usize,
@@ -101,7 +111,7 @@ pub fn index_topk_with_candidates(
         topk_blocks,
         block,
     };
-    let (topk, ids) = select_rows(q, weights, keys, &Visible::of(spans), wanted, None)?;
+    let (topk, ids) = select_rows(q, weights, keys.into(), &Visible::of(spans), wanted, None)?;
     Ok((TopkIdxs(topk), CandidateBlocks { block, ids }))
 }
 
@@ -162,7 +172,7 @@ struct Scoring<'a> {
 pub(crate) fn select_rows(
     q: &Tensor,
     weights: &Tensor,
-    keys: &Tensor,
+    keys: StoredRows<'_>,
     visible: &Visible<'_>,
     wanted: Wanted,
     candidates: Option<&CandidateBlocks>,
@@ -172,17 +182,14 @@ pub(crate) fn select_rows(
     let (t, heads, dim) = q
         .dims3()
         .map_err(|_| shape(format!("q is {:?}", q.shape())))?;
-    let fits = heads > 0
-        && dim > 0
-        && weights.dims() == [t, heads]
-        && PoolRows::fit(keys, dim)
-        && spans.len() == t;
+    let fits =
+        heads > 0 && dim > 0 && weights.dims() == [t, heads] && keys.fit(dim) && spans.len() == t;
     if !fits {
         return Err(shape(format!(
-            "q {:?}, weights {:?}, keys {:?}, {} spans",
+            "q {:?}, weights {:?}, keys {}, {} spans",
             q.shape(),
             weights.shape(),
-            keys.shape(),
+            keys.describe(),
             spans.len()
         )));
     }
@@ -197,7 +204,7 @@ pub(crate) fn select_rows(
         block: wanted.block.min(i32::MAX as usize),
         ..wanted
     };
-    let rows = keys.dims()[0];
+    let rows = keys.rows();
     for (t, span) in spans.iter().enumerate() {
         let end = u64::from(span.base) + u64::from(span.visible);
         if end > rows as u64 || end > i32::MAX as u64 {
@@ -256,7 +263,7 @@ pub(crate) fn select_rows(
     };
     let both = q
         .contiguous()?
-        .apply_op3_no_bwd(&weights.contiguous()?, keys, &op)?;
+        .apply_op3_no_bwd(&weights.contiguous()?, keys.whole(OP)?, &op)?;
     let (rows, blocks) = (t * wanted.k, t * wanted.topk_blocks);
     Ok((
         both.narrow(0, 0, rows)?.reshape((t, wanted.k))?,

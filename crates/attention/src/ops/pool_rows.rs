@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use candle_core::{CpuStorage, DType, Layout, Tensor};
+use candle_core::{CpuStorage, Layout};
 use deepseek_v41_core::cpu::contiguous;
 use half::bf16;
 
@@ -25,17 +25,7 @@ pub(crate) enum PoolRow<'a> {
 }
 
 impl<'a> PoolRows<'a> {
-    /// Whether `pool` holds rows of `dim` values: `[rows, dim]` bf16, or packed as U8, which form being
-    /// told by the width.
-    pub(super) fn fit(pool: &Tensor, dim: usize) -> bool {
-        match (pool.dims(), pool.dtype()) {
-            (&[_, width], DType::BF16) => width == dim,
-            (&[_, width], DType::U8) => RowCodec::of_width(width, dim).is_some(),
-            _ => false,
-        }
-    }
-
-    /// The rows of a pool for which [`fit`](Self::fit) holds.
+    /// The rows of a pool for which [`StoredRows::fit`](crate::StoredRows) holds.
     pub(super) fn new(
         storage: &'a CpuStorage,
         layout: &Layout,

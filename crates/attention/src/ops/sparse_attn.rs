@@ -25,6 +25,7 @@ use half::bf16;
 use super::pool_rows::{PoolRow, PoolRows};
 use super::simd::{exp, round_bf16};
 use super::tile::{TILE, dot};
+use crate::stored::StoredRows;
 
 const OP: &str = "sparse_attn";
 
@@ -35,12 +36,21 @@ const NO_MAX: f32 = -1e30;
 /// One pool of rows and, per query, which of its rows to attend to.
 #[derive(Debug, Clone, Copy)]
 pub struct KvScope<'a> {
-    /// `[rows, D]` bf16, or packed rows as U8 (see [`RowCodec`](crate::RowCodec)); contiguous (a `narrow`
-    /// over rows is fine).
-    pub kv: &'a Tensor,
+    /// Rows of `D`; contiguous (a `narrow` over rows is fine).
+    pub kv: StoredRows<'a>,
     /// `[T, n]` i32: rows of `kv`, or -1 for nothing, anywhere in the list. A row named twice counts
     /// twice.
     pub idxs: &'a Tensor,
+}
+
+impl<'a> KvScope<'a> {
+    /// Rows of a pool, or of a tensor as [`StoredRows::Whole`] has it.
+    pub fn new(kv: impl Into<StoredRows<'a>>, idxs: &'a Tensor) -> Self {
+        Self {
+            kv: kv.into(),
+            idxs,
+        }
+    }
 }
 
 /// [`KvScope`] over slices.
@@ -94,12 +104,8 @@ pub fn sparse_attn(
         )));
     }
     for KvScope { kv, idxs } in scopes {
-        if !PoolRows::fit(kv, dim) {
-            return Err(shape(format!(
-                "kv is {:?} {:?} for D {dim}",
-                kv.shape(),
-                kv.dtype()
-            )));
+        if !kv.fit(dim) {
+            return Err(shape(format!("kv is {} for D {dim}", kv.describe())));
         }
         if idxs.rank() != 2 || idxs.dims()[0] != t || idxs.dtype() != DType::I32 {
             return Err(shape(format!(
@@ -130,10 +136,11 @@ fn with_rows<R>(
     dim: usize,
     f: impl FnOnce(&[KvRows<'_>]) -> Result<R>,
 ) -> Result<R> {
-    let held: Vec<_> = scopes
-        .iter()
-        .map(|s| (s.kv.storage_and_layout(), s.idxs.storage_and_layout()))
-        .collect();
+    let held = scopes.iter().map(|s| {
+        let kv = s.kv.whole(OP)?.storage_and_layout();
+        Ok((kv, s.idxs.storage_and_layout()))
+    });
+    let held: Vec<_> = held.collect::<Result<_>>()?;
     let mut rows = Vec::with_capacity(scopes.len());
     for ((kv, kv_layout), (idxs, idxs_layout)) in &held {
         let (Storage::Cpu(kv), Storage::Cpu(idxs)) = (&**kv, &**idxs) else {

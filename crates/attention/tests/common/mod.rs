@@ -16,7 +16,7 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor};
 use deepseek_v41_attention::{
     Attention, AttentionConfig, AttnPlan, CacheGeometry, CandidateRole, ChunkSpec, CompressedCache,
-    IndexConfig, IndexKeySource, IndexRole, KvFormat, LayerCache, LayerRole, RopeTables,
+    IndexConfig, IndexKeySource, IndexRole, KvFormat, KvPool, LayerCache, LayerRole, RopeTables,
     SharedAttentionRuntime, WindowCache,
 };
 use deepseek_v41_core::{LocalComm, Result, Rope, RopeConfig, Weights};
@@ -295,4 +295,9 @@ pub fn input(tokens: usize, dim: usize, seed: u64) -> Tensor {
 pub fn bits(xs: &Tensor) -> Vec<bf16> {
     assert_eq!(xs.dtype(), DType::BF16);
     xs.flatten_all().unwrap().to_vec1().unwrap()
+}
+
+/// Every row of a pool.
+pub fn kept(pool: &KvPool) -> Vec<bf16> {
+    bits(&pool.read(0..pool.rows() as u32).unwrap())
 }

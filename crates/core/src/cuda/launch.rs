@@ -8,7 +8,7 @@ use candle_core::{
 };
 use deepseek_v41_kernels::Module;
 
-use super::{Ptr, driver, function};
+use super::{Ptr, Scope, driver, function};
 use crate::{Error, Result};
 
 /// The widest y and z dimension of a grid.
@@ -32,7 +32,7 @@ enum Arg {
     I64(i64),
     U64(u64),
     F32(f32),
-    Scopes(Words<9>),
+    Scopes(Words<12>),
 }
 
 /// A struct that a kernel takes by value.
@@ -104,12 +104,15 @@ impl<'a> Launch<'a> {
         self.push(Arg::F32(x))
     }
 
-    /// Three `{pool, index list, its width}` by value; null and 0 for an absent one.
+    /// Three [`Scope`]s by value.
     #[must_use]
-    pub fn scopes(self, scopes: [(Ptr<'a>, Ptr<'a>, usize); 3]) -> Self {
-        let mut words = [0; 9];
-        for (words, (kv, idx, n)) in words.chunks_exact_mut(3).zip(scopes) {
-            words.copy_from_slice(&[kv.address(), idx.address(), n as u64]);
+    pub fn scopes(mut self, scopes: [Scope<'a>; 3]) -> Self {
+        let mut words = [0; 12];
+        for (words, scope) in words.chunks_exact_mut(4).zip(scopes) {
+            match scope.words() {
+                Some(own) => words.copy_from_slice(&own),
+                None => self.too_large = Some(scope.n),
+            }
         }
         self.push(Arg::Scopes(Words(words)))
     }

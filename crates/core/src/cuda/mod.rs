@@ -14,6 +14,7 @@ mod launch;
 mod mapped;
 mod modules;
 pub mod ops;
+mod scope;
 mod staged;
 mod tensors;
 
@@ -32,6 +33,7 @@ pub use self::{
     graph::{Graph, StreamUser},
     launch::{Launch, MAX_GRID_YZ},
     mapped::Mapped,
+    scope::Scope,
     staged::Staged,
     tensors::{Held, Out, Ptr, bf16_weight, bytes_to_device, contiguous, fits_bf16},
 };

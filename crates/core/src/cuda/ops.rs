@@ -64,7 +64,7 @@ pub fn rms_norm(xs: &Tensor, weight: &Tensor, eps: f32) -> Result<Tensor> {
     out.into_tensor(xs.shape())
 }
 
-/// What [`norm_rope_quant`] rounds to at its end.
+/// What rows are rounded to, and what packed ones hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RowKind {
     /// bf16 alone.

@@ -46,7 +46,7 @@ impl ModelState {
         let named = |name: String| parts.iter().filter(move |part| part.name == name);
         for (i, cache) in self.window.iter_mut().enumerate() {
             for part in named(layout::window_name(i)) {
-                let rows = noise.rows(part, cache.kv().tensor().device())?;
+                let rows = noise.rows(part, cache.kv().device())?;
                 cache.import_slot(slot, len, &[("window".into(), rows)])?;
             }
         }
@@ -54,7 +54,7 @@ impl ModelState {
             let mut rows = Vec::new();
             for name in ["kv", "index_k", "pending"] {
                 for part in named(layout::compressed_name(i, name)) {
-                    let device = cache.kv().tensor().device();
+                    let device = cache.kv().device();
                     rows.push((name.to_owned(), noise.rows(part, device)?));
                 }
             }
@@ -62,7 +62,7 @@ impl ModelState {
         }
         for (i, cache) in self.draft.iter_mut().enumerate() {
             for part in named(layout::draft_name(i)) {
-                let rows = noise.rows(part, cache.kv().tensor().device())?;
+                let rows = noise.rows(part, cache.kv().device())?;
                 cache.import_slot(slot, facts.drafted as u32, &[("window".into(), rows)])?;
             }
         }

@@ -29,10 +29,7 @@ fn attend(case: &mut Case<'_>) -> Result<()> {
     let mut got = Vec::new();
     for b in 0..q.dims()[0] {
         let (kv, idxs) = (kv.get(b)?, idx.get(b)?);
-        let scope = KvScope {
-            kv: &kv,
-            idxs: &idxs,
-        };
+        let scope = KvScope::new(&kv, &idxs);
         got.extend(f32s(&sparse_attn(&q.get(b)?, &[scope], &sink, scale)?)?);
     }
     for part in ["out", "exact"] {

@@ -122,7 +122,7 @@ pub(super) fn attention(gpu: &Device, rng: &Random, r: &mut Report) -> Result<()
                     .collect::<Result<_>>()?;
                 let scopes: Vec<KvScope<'_>> = pools
                     .iter()
-                    .map(|(kv, idxs)| KvScope { kv, idxs })
+                    .map(|(kv, idxs)| KvScope::new(kv, idxs))
                     .collect();
                 sparse_attn(&o[0], &scopes, &o[1], 1.0 / (d as f32).sqrt())
             },

@@ -4,6 +4,7 @@ mod attention;
 mod engram;
 mod hyperconn;
 mod moe;
+mod packed;
 mod quant;
 
 use std::sync::Arc;
@@ -162,13 +163,14 @@ type Group = fn(&Device, &Random, &mut Report) -> Result<()>;
 
 /// Every operation, or those of the crate named by `only`.
 pub(crate) fn ops(gpu: &Device, only: &str, r: &mut Report) {
-    let groups: [(&str, Group); 7] = [
+    let groups: [(&str, Group); 8] = [
         ("core", core),
         ("quant", quant::quant),
         ("hyperconn", hyperconn::hyperconn),
         ("moe", moe::moe),
         ("attention", attention::attention),
         ("index", attention::index),
+        ("packed", packed::packed),
         ("engram", engram::engram),
     ];
     for (name, group) in groups {
