@@ -27,7 +27,7 @@ fn main() {
 
 fn build() -> Result<(), String> {
     let nvcc = find_nvcc()?;
-    let arch = compute_cap()?;
+    let chips = chips()?;
     let out = PathBuf::from(env::var_os("OUT_DIR").ok_or("OUT_DIR is not set")?);
     // Headers are shared across groups: any change rebuilds everything, which takes seconds.
     println!("cargo::rerun-if-changed=common");
@@ -49,7 +49,7 @@ fn build() -> Result<(), String> {
         }
     }
 
-    compile_all(&nvcc, arch, &sources, &out)?;
+    compile_all(&nvcc, &chips, &sources, &out)?;
 
     let mut table = String::new();
     for stem in sources.keys() {
@@ -94,12 +94,14 @@ fn find_nvcc() -> Result<PathBuf, String> {
     }
 }
 
-/// The chip to add machine code for, as 80, 86, 90, …; PTX for 80 is always there and serves every later one.
-fn compute_cap() -> Result<u32, String> {
+/// Chips to add machine code for, as 80, 86, 90, …: Hopper and `CUDA_COMPUTE_CAP`. PTX for 80 is always there and
+/// serves every later one, at the price of a compilation when it is first loaded.
+fn chips() -> Result<Vec<u32>, String> {
     match env::var("CUDA_COMPUTE_CAP") {
-        Err(_) => Ok(90),
+        Err(_) => Ok(vec![90]),
         Ok(text) => match text.trim().replace('.', "").parse::<u32>() {
-            Ok(cap) if cap >= 80 => Ok(cap),
+            Ok(90) => Ok(vec![90]),
+            Ok(cap) if cap >= 80 => Ok(vec![90, cap]),
             _ => Err(format!(
                 "CUDA_COMPUTE_CAP=`{text}`: expected a number from 80 on, such as 80, 86 or 90"
             )),
@@ -109,7 +111,7 @@ fn compute_cap() -> Result<u32, String> {
 
 fn compile_all(
     nvcc: &Path,
-    arch: u32,
+    chips: &[u32],
     sources: &BTreeMap<String, PathBuf>,
     out: &Path,
 ) -> Result<(), String> {
@@ -127,7 +129,7 @@ fn compile_all(
                     work.iter()
                         .skip(first)
                         .step_by(threads)
-                        .try_for_each(|(stem, cu)| compile(nvcc, arch, stem, cu, out))
+                        .try_for_each(|(stem, cu)| compile(nvcc, chips, stem, cu, out))
                 })
             })
             .collect();
@@ -142,7 +144,7 @@ fn compile_all(
     results.into_iter().collect()
 }
 
-fn compile(nvcc: &Path, arch: u32, stem: &str, cu: &Path, out: &Path) -> Result<(), String> {
+fn compile(nvcc: &Path, chips: &[u32], stem: &str, cu: &Path, out: &Path) -> Result<(), String> {
     let mut command = Command::new(nvcc);
     command.args(["-O3", "-std=c++17", "--fatbin"]);
     if stem.ends_with("_sm90") {
@@ -150,7 +152,9 @@ fn compile(nvcc: &Path, arch: u32, stem: &str, cu: &Path, out: &Path) -> Result<
         command.arg("-gencode=arch=compute_90a,code=sm_90a");
     } else {
         command.arg("-gencode=arch=compute_80,code=compute_80");
-        command.arg(format!("-gencode=arch=compute_{arch},code=sm_{arch}"));
+        for chip in chips {
+            command.arg(format!("-gencode=arch=compute_{chip},code=sm_{chip}"));
+        }
     }
     command
         .arg("-o")

@@ -11,8 +11,8 @@ use crate::{Error, Result};
 ///
 /// # Errors
 /// [`Error::Unsupported`] for another name, or a CUDA device in a build without the feature `cuda`;
-/// [`Error::Device`] when there is no such GPU, its driver is too old, or it is older than sm_80. Each
-/// says what to do; the CPU works regardless.
+/// [`Error::Device`] when there is no such GPU, its driver is too old, or it is older than sm_80
+/// ([`DeviceError`](crate::DeviceError) tells them apart). Each says what to do; the CPU works regardless.
 pub fn open_device(name: &str) -> Result<Device> {
     let cuda = match name.split_once(':') {
         _ if name == "cpu" => return Ok(Device::Cpu),

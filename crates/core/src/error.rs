@@ -4,6 +4,8 @@ use std::path::{Path, PathBuf};
 
 use safetensors::Dtype;
 
+use crate::DeviceError;
+
 /// Result with [`Error`] as its default error.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -11,9 +13,9 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// An error of candle itself.
+    /// An error of candle itself. What a GPU refused candle is a [`Device`](Self::Device) error.
     #[error(transparent)]
-    Candle(#[from] candle_core::Error),
+    Candle(candle_core::Error),
     /// A weight is missing, unexpected, or not what the configuration says it is.
     #[error("weight `{name}`{}: {reason}", in_file(.file))]
     Weight {
@@ -92,7 +94,7 @@ pub enum Error {
         /// The device, kernel or resource.
         what: String,
         /// What the driver says, and what to do.
-        reason: String,
+        reason: DeviceError,
     },
     /// Reading or writing a file failed.
     #[error("{}: {source}", .path.display())]
@@ -204,11 +206,11 @@ impl Error {
         }
     }
 
-    /// [`Error::Device`] from anything printable.
-    pub fn device(what: impl Into<String>, reason: impl Into<String>) -> Self {
+    /// [`Error::Device`] about `what`.
+    pub fn device(what: impl Into<String>, reason: DeviceError) -> Self {
         Self::Device {
             what: what.into(),
-            reason: reason.into(),
+            reason,
         }
     }
 
@@ -246,13 +248,24 @@ impl Error {
     }
 }
 
+/// candle allocates and launches on a GPU as well: what fails there is an error of the device, like ours.
+impl From<candle_core::Error> for Error {
+    fn from(err: candle_core::Error) -> Self {
+        match DeviceError::behind(&err) {
+            Some((what, reason)) => Self::Device { what, reason },
+            None => Self::Candle(err),
+        }
+    }
+}
+
 /// Ops run inside candle's `CustomOp` traits, whose result type is candle's: our errors travel
-/// through it wrapped, so that nothing of the message is lost.
+/// through it wrapped, so that nothing of the message is lost. Those of a device come back as they were.
 impl From<Error> for candle_core::Error {
     fn from(err: Error) -> Self {
         match err {
             Error::Candle(err) => err,
-            err => candle_core::Error::wrap(err),
+            err @ Error::Device { .. } => Self::Cuda(Box::new(err)).bt(),
+            err => Self::wrap(err),
         }
     }
 }

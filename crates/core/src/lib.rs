@@ -6,6 +6,7 @@ pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 mod device;
+mod device_error;
 mod error;
 mod fingerprint;
 mod norm;
@@ -14,6 +15,7 @@ pub mod weights;
 
 pub use comm::{Comm, LocalComm, ThreadComm};
 pub use device::{open_device, upload};
+pub use device_error::DeviceError;
 pub use error::{Error, Result, SavedStateError, WeightError};
 pub use fingerprint::Fingerprint;
 pub use norm::{RmsNorm, rms_norm, rms_norm_ref, rms_norm_row};

@@ -5,40 +5,70 @@ use std::{
     sync::{Mutex, OnceLock},
 };
 
-use candle_core::{CudaDevice, Device, cuda_backend::cudarc::driver::sys};
+use candle_core::{
+    CudaDevice, Device,
+    cuda_backend::{DeviceId, cudarc::driver::sys},
+};
 
 use super::{driver, lock};
-use crate::{Error, Result};
+use crate::{DeviceError, Error, Result};
 
 /// The oldest compute capability that the kernels' PTX serves.
 const OLDEST: (i32, i32) = (8, 0);
 
+/// The oldest driver that takes what CUDA 13 compiled.
+const OLDEST_DRIVER: i32 = 13_000;
+
 /// Opens GPU `ordinal` with a stream of its own.
 pub(crate) fn open(ordinal: usize) -> Result<Device> {
-    let dev = CudaDevice::new_with_stream(ordinal).map_err(|e| {
+    open_with(ordinal, false)
+}
+
+/// Opens GPU `ordinal` as if it were no Hopper card: operations on this device take the kernels that every card from
+/// 8.0 on has. For comparing the two.
+///
+/// # Errors
+/// As [`open_device`](crate::open_device).
+pub fn open_baseline(ordinal: usize) -> Result<Device> {
+    open_with(ordinal, true)
+}
+
+fn open_with(ordinal: usize, baseline: bool) -> Result<Device> {
+    let name = format!("cuda:{ordinal}");
+    driver_is_new_enough(&name)?;
+    let dev = CudaDevice::new_with_stream(ordinal).map_err(|e| match Error::from(e) {
+        Error::Device { reason, .. } => Error::device(name.as_str(), reason),
         // candle appends a backtrace where those are on.
-        let e = e.to_string();
-        let first = e.lines().next().unwrap_or_default();
-        Error::device(
-            format!("cuda:{ordinal}"),
-            format!("{first}; {}", hint_no_gpu()),
-        )
+        err => {
+            let says = err.to_string();
+            let first = says.lines().next().unwrap_or_default();
+            Error::device(name.as_str(), DeviceError::NoGpu(first.to_owned()))
+        }
     })?;
-    let capability = capability(&dev)?;
-    if capability < OLDEST {
-        return Err(Error::device(
-            format!("cuda:{ordinal}"),
-            format!(
-                "compute capability {}.{} is older than 8.0, for which there are no kernels: use the CPU",
-                capability.0, capability.1
-            ),
-        ));
+    let state = DeviceState::ask(&dev)?;
+    if state.capability < OLDEST {
+        return Err(Error::device(name, DeviceError::TooOld(state.capability)));
     }
+    let hopper = state.hopper && !baseline;
+    lock(&STATES).insert(dev.id(), DeviceState { hopper, ..state });
     // SAFETY: this device's tensors are used on its one stream only, which orders allocation, use and
     // release.
     unsafe { dev.disable_event_tracking() };
     keep_freed_memory(&dev)?;
     Ok(Device::Cuda(dev))
+}
+
+fn driver_is_new_enough(name: &str) -> Result<()> {
+    let mut version = 0;
+    // SAFETY: the version is written before the call returns; it needs no context.
+    let asked = unsafe { sys::cuDriverGetVersion(&mut version) };
+    // A driver that does not answer says why when it is opened.
+    if asked.result().is_ok() && version < OLDEST_DRIVER {
+        let (major, minor) = (version / 1000, version % 1000 / 10);
+        let says = format!("the driver is for CUDA {major}.{minor}");
+        return Err(Error::device(name, DeviceError::Driver(says)));
+    }
+    Ok(())
 }
 
 /// Lets the driver's pool keep what is freed.
@@ -62,11 +92,6 @@ fn keep_freed_memory(dev: &CudaDevice) -> Result<()> {
     set.map_err(|e| driver("memory pool", e))
 }
 
-fn hint_no_gpu() -> &'static str {
-    "there is no usable GPU: `nvidia-smi` should list it and show a driver for CUDA 13 (580 or later); \
-     without one use the device `cpu`"
-}
-
 /// Compute capability, such as `(9, 0)`.
 ///
 /// # Errors
@@ -87,36 +112,48 @@ pub fn multiprocessors(dev: &CudaDevice) -> Result<usize> {
     Ok(state.multiprocessors)
 }
 
-/// Whether the `_sm90` modules run here.
+/// Whether operations on this device take the `_sm90` modules.
 ///
 /// # Errors
 /// The driver does not answer.
 pub fn is_hopper(dev: &CudaDevice) -> Result<bool> {
-    Ok(device_state(dev)?.capability == (9, 0))
+    Ok(device_state(dev)?.hopper)
 }
+
+/// What is known of each device, by the handle that was opened.
+static STATES: OnceLock<Mutex<HashMap<DeviceId, DeviceState>>> = OnceLock::new();
 
 #[derive(Clone, Copy)]
 struct DeviceState {
     capability: (i32, i32),
+    /// Whether operations take the kernels for Hopper.
+    hopper: bool,
     multiprocessors: usize,
 }
 
+impl DeviceState {
+    fn ask(dev: &CudaDevice) -> Result<Self> {
+        let attribute = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
+        let stream = dev.cuda_stream();
+        let multiprocessors = stream.context().attribute(attribute);
+        let capability = capability(dev)?;
+        Ok(Self {
+            capability,
+            hopper: capability == (9, 0),
+            multiprocessors: multiprocessors
+                .map_err(|e| driver("multiprocessors", e))?
+                .max(1) as usize,
+        })
+    }
+}
+
 fn device_state(dev: &CudaDevice) -> Result<DeviceState> {
-    static STATES: OnceLock<Mutex<HashMap<usize, DeviceState>>> = OnceLock::new();
-    let stream = dev.cuda_stream();
-    let ctx = stream.context();
     let mut states = lock(&STATES);
-    if let Some(state) = states.get(&ctx.ordinal()) {
+    if let Some(state) = states.get(&dev.id()) {
         return Ok(*state);
     }
-    let attribute = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
-    let state = DeviceState {
-        capability: capability(dev)?,
-        multiprocessors: ctx
-            .attribute(attribute)
-            .map_err(|e| driver("multiprocessors", e))?
-            .max(1) as usize,
-    };
-    states.insert(ctx.ordinal(), state);
+    // Opened by candle.
+    let state = DeviceState::ask(dev)?;
+    states.insert(dev.id(), state);
     Ok(state)
 }

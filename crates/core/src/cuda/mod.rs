@@ -4,9 +4,9 @@
 //! functions: operands are borrowed ([`Held`]), outputs allocated ([`Out`]), a kernel launched on the
 //! device's stream ([`Launch`]). Nothing here waits for the device; memory is freed in stream order.
 //!
-//! Loaded modules are kept for the life of the process, one entry for each device and module: loading
-//! one twice would cost its upload again and gain nothing. Beside them only the number of [`StreamUser`]s
-//! is global.
+//! What is global is what the driver's objects are: loaded modules and their kernels, one entry for each GPU and
+//! module (loading one twice would cost its upload again and gain nothing), what is known of each opened
+//! device, and the number of [`StreamUser`]s of each stream.
 
 mod device;
 mod graph;
@@ -23,13 +23,13 @@ use std::{
     sync::{Mutex, OnceLock, PoisonError},
 };
 
-use candle_core::cuda_backend::cudarc::driver::{DriverError, sys};
+use candle_core::cuda_backend::cudarc::driver::DriverError;
 pub use deepseek_v41_kernels as kernels;
 
 pub(crate) use self::device::open;
 use self::modules::function;
 pub use self::{
-    device::{capability, is_hopper, multiprocessors},
+    device::{capability, is_hopper, multiprocessors, open_baseline},
     graph::{Graph, StreamUser},
     launch::{Launch, MAX_GRID_YZ},
     mapped::Mapped,
@@ -37,7 +37,7 @@ pub use self::{
     staged::Staged,
     tensors::{Held, Out, Ptr, bf16_weight, bytes_to_device, contiguous, fits_bf16},
 };
-use crate::Error;
+use crate::{DeviceError, Error};
 
 fn lock<K, V>(cell: &OnceLock<Mutex<HashMap<K, V>>>) -> std::sync::MutexGuard<'_, HashMap<K, V>> {
     // A panic while holding it cannot leave a map half-written: entries are inserted whole.
@@ -46,16 +46,7 @@ fn lock<K, V>(cell: &OnceLock<Mutex<HashMap<K, V>>>) -> std::sync::MutexGuard<'_
         .unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A driver error as ours, with what to do where that is known.
+/// A driver error as ours.
 pub fn driver(what: &str, e: DriverError) -> Error {
-    let hint = match e.0 {
-        sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
-            "; the GPU's memory is full: lower max_len, max_seqs or the chunk length, or use another GPU"
-        }
-        sys::CUresult::CUDA_ERROR_ILLEGAL_ADDRESS => {
-            "; a kernel read outside of its tensors, the process cannot use this GPU any more"
-        }
-        _ => "",
-    };
-    Error::device(what, format!("{e}{hint}"))
+    Error::device(what, DeviceError::from_text(&e.to_string()))
 }

@@ -15,7 +15,7 @@ use candle_core::{
 use deepseek_v41_kernels::Module;
 
 use super::lock;
-use crate::{Error, Result};
+use crate::{DeviceError, Error, Result};
 
 /// A loaded kernel and the dynamic shared memory it may use.
 #[derive(Clone)]
@@ -59,12 +59,8 @@ pub(super) fn function(
             .function
             .set_attribute(attribute, shared as i32)
             .map_err(|e| {
-                Error::device(
-                    name,
-                    format!(
-                        "{shared} bytes of shared memory a block are more than this GPU has: {e}"
-                    ),
-                )
+                let says = format!("{shared} bytes of shared memory a block: {e}");
+                Error::device(name, DeviceError::Refused(says))
             })?;
         loaded.shared = shared;
     }
@@ -87,11 +83,9 @@ fn load_module(ctx: &Arc<CudaContext>, module: Module) -> Result<Arc<CudaModule>
 }
 
 fn refused(module: &str, kernel: &str, e: DriverError) -> Error {
-    Error::device(
-        format!("kernel module {module} {kernel}"),
-        format!(
-            "{e}; the driver refuses code built with CUDA 13: it takes driver 580 or later and compute \
-             capability 8.0 or later. Update the driver or use the device `cpu`"
-        ),
-    )
+    let reason = match DeviceError::from_text(&e.to_string()) {
+        DeviceError::Other(says) => DeviceError::Refused(says),
+        known => known,
+    };
+    Error::device(format!("kernel module {module} {kernel}"), reason)
 }
