@@ -6,7 +6,7 @@
 //!
 //! Loaded modules are kept for the life of the process, one entry for each device and module: loading
 //! one twice would cost its upload again and gain nothing. Beside them only the number of [`StreamUser`]s
-//! is global.
+//! is global, and a thread knows whether its launches are captured.
 
 mod device;
 mod graph;
@@ -14,6 +14,7 @@ mod launch;
 mod mapped;
 mod modules;
 pub mod ops;
+mod scratch;
 mod staged;
 mod tensors;
 
@@ -26,12 +27,13 @@ use candle_core::cuda_backend::cudarc::driver::{DriverError, sys};
 pub use deepseek_v41_kernels as kernels;
 
 pub(crate) use self::device::open;
-use self::modules::function;
 pub use self::{
     device::{capability, is_hopper, multiprocessors},
     graph::{Graph, StreamUser},
     launch::{Launch, MAX_GRID_YZ},
     mapped::Mapped,
+    modules::clusters_at_once,
+    scratch::{Scratch, beside, join},
     staged::Staged,
     tensors::{Held, Out, Ptr, bf16_weight, bytes_to_device, contiguous, fits_bf16},
 };
