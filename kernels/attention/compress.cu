@@ -10,6 +10,7 @@
 
 extern "C" __global__ void __launch_bounds__(512) compress(const float* kv_new, const float* score_new, const float* kv_pend, const float* score_pend,
                                                            const int32_t* src, const bf16* w, bf16* out, int D, int ratio, float eps) {
+    after_previous();
     __shared__ double scratch[32];
     extern __shared__ float latent[];
     const int32_t* s = src + (int64_t)blockIdx.x * ratio;

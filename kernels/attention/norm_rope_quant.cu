@@ -100,6 +100,7 @@ __device__ __forceinline__ void whole_row(const bf16* x, const bf16* w, const fl
 extern "C" __global__ void __launch_bounds__(128) norm_rope_quant(const bf16* x, const bf16* w, const float* cos_t, const float* sin_t, const int32_t* rows,
                                                                   bf16* out, bf16* pool, uint8_t* codes, uint8_t* scales, int T, int H, int D, int rd,
                                                                   float eps, int kind, int inverse) {
+    after_previous();
     constexpr int PER = 16;
     int64_t v = (int64_t)blockIdx.x * 4 + (threadIdx.x >> 5);
     int lane = threadIdx.x & 31, n = (D + 31) >> 5;

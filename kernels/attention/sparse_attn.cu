@@ -20,6 +20,7 @@ __device__ __forceinline__ uint32_t swizzled(uint32_t base, int row, int unit, i
 template <bool PACKED>
 __device__ __forceinline__ void attend(const bf16* q, const Scopes& scopes, const float* sink, bf16* out, float* part_o, float* part_ml, int T, int H, int D,
                                        float scale) {
+    after_previous();
     extern __shared__ __align__(128) uint8_t smem[];
     int ldd = (D + 63) & ~63, row_bytes = ldd * 2;
     uint8_t *sq = smem, *skv = sq + HB * row_bytes;

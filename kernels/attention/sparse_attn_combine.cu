@@ -9,6 +9,7 @@
 
 extern "C" __global__ void __launch_bounds__(128) sparse_attn_combine(const float* part_o, const float* part_ml, const float* sink, bf16* out, int T, int H,
                                                                       int D, int S) {
+    after_previous();
     int h = blockIdx.x, t = blockIdx.y;
     int64_t stride = (int64_t)T * H, at = (int64_t)t * H + h;
     __shared__ float weight[64];

@@ -136,6 +136,7 @@ __device__ __forceinline__ void attend(const bf16* q, const Scopes& scopes, cons
         for (int s = 0; s < 2; ++s) { mbar_init(full + 8 * s, 128); mbar_init(empty + 8 * s, 8); }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
+    after_previous();
     int n = valid_rows(scopes, t, list);  // its barriers also publish the mbarriers
     int tiles = (n + TILE - 1) / TILE, per = (tiles + splits - 1) / splits;
     int first = min(split * per, tiles), last = min(first + per, tiles);

@@ -7,6 +7,7 @@
 #include "../common/util.cuh"
 
 extern "C" __global__ void write_rows(const uint8_t* src, const int32_t* rows, uint8_t* pool, int row_bytes) {
+    after_previous();
     int64_t row = rows[blockIdx.x];
     if (row < 0) return;
     if (row_bytes & 3) {

@@ -4,8 +4,7 @@
 
 // One CTA: WARPS warps share TILES tiles of 16 rows; WARPS/TILES warps split K and are summed in warp order.
 template <int F, int NT, int TILES, typename Out>
-__device__ __forceinline__ void linear_tile(const bf16* __restrict__ x, const uint8_t* __restrict__ w, const uint8_t* __restrict__ s,
-                                            Out* __restrict__ y, int M, int N, int K, int64_t ldx, int64_t ldy) {
+__device__ __forceinline__ void linear_tile(const bf16* x, const uint8_t* w, const uint8_t* s, Out* y, int M, int N, int K, int64_t ldx, int64_t ldy) {
     constexpr int WARPS = 8, KW = WARPS / TILES, U = (F == FP4 ? 4 : F == FP8 ? 2 : 1);
     __shared__ float part[WARPS][16][8 * NT];
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
@@ -16,12 +15,15 @@ __device__ __forceinline__ void linear_tile(const bf16* __restrict__ x, const ui
 #pragma unroll
     for (int t = 0; t < NT; ++t) acc[t][0] = acc[t][1] = acc[t][2] = acc[t][3] = 0.0f;
     int blocks = (K + 127) >> 7;
-    for (int kb = kw; kb < blocks; kb += KW * U) {
-        Rows16<F> r[U];
+    Rows16<F> r[U];
+    auto fetch = [&](int kb) {
 #pragma unroll
-        for (int u = 0; u < U; ++u) {
-            load_rows(r[u], w, s, row_a, row_b, K, (kb + u * KW) * 128, q);
-        }
+        for (int u = 0; u < U; ++u) load_rows(r[u], w, s, row_a, row_b, K, (kb + u * KW) * 128, q);
+    };
+    fetch(kw);
+    after_previous();
+    for (int kb = kw; kb < blocks; kb += KW * U) {
+        if (kb > kw) fetch(kb);
 #pragma unroll
         for (int u = 0; u < U; ++u) {
             uint4 xs[NT][4];

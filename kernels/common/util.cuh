@@ -4,6 +4,16 @@
 
 #define FULL 0xffffffffu
 
+// For a kernel that begins while the one ahead of it still runs (`OVERLAPPING` in src/lib.rs): waits until that has ended and what it wrote is
+// there, then lets the kernel behind begin. Before this, a kernel may read what no kernel of a step writes (weights) and nothing else, and
+// writes nothing: memory passes from kernel to kernel. Every block comes here, so that no kernel ends before the one ahead of it.
+// (Letting the next begin at once, before the wait, puts kernel behind kernel to wait on the multiprocessors, and gains nothing, measured.)
+__device__ __forceinline__ void after_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // Weights are read once: keep them out of L1, where the activations live.
 __device__ __forceinline__ uint4 load_stream(const void* p) {
     uint4 v;
@@ -62,6 +72,9 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t add
 }
 __device__ __forceinline__ void cp_async16(uint32_t dst, const void* src) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src));
+}
+__device__ __forceinline__ void cp_async16_or_zeros(uint32_t dst, const void* src, bool there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(there ? 16 : 0));
 }
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;"); }
 template <int N>

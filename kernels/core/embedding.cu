@@ -7,6 +7,7 @@
 #include "../common/util.cuh"
 
 extern "C" __global__ void embedding(const uint32_t* ids, const bf16* table, bf16* out, int dim, int copies, uint32_t first, uint32_t rows) {
+    after_previous();
     uint32_t id = ids[blockIdx.x] - first;
     const uint4* src = reinterpret_cast<const uint4*>(table + (int64_t)id * dim);
     uint4* dst = reinterpret_cast<uint4*>(out + (int64_t)blockIdx.x * copies * dim);

@@ -10,6 +10,7 @@
 
 extern "C" __global__ void __launch_bounds__(1024) rms_norm(const bf16* x, const bf16* w, bf16* y, bf16* fake, uint8_t* codes, uint8_t* scales, int dim,
                                                             int64_t ldx, float eps) {
+    after_previous();
     constexpr int PER = 2;
     __shared__ double scratch[32];
     const uint4* row = reinterpret_cast<const uint4*>(x + blockIdx.x * ldx);

@@ -10,6 +10,7 @@
 #include "../common/quantise.cuh"
 
 extern "C" __global__ void __launch_bounds__(128) hc_pre(const bf16* stream, const float* pre, bf16* y, int C, int dim, int ld) {
+    after_previous();
     int u = blockIdx.x * blockDim.x + threadIdx.x, units = dim >> 3;
     int64_t t = blockIdx.y;
     if (u >= units) return;
@@ -30,6 +31,7 @@ extern "C" __global__ void __launch_bounds__(128) hc_pre(const bf16* stream, con
 
 extern "C" __global__ void __launch_bounds__(128) hc_post(const bf16* x, const bf16* residual, const float* post, const float* comb, bf16* out, int C, int dim,
                                                           int ld_post, int ld_comb) {
+    after_previous();
     int u = blockIdx.x * blockDim.x + threadIdx.x, units = dim >> 3;
     int64_t t = blockIdx.y;
     if (u >= units) return;

@@ -121,6 +121,7 @@ __device__ __forceinline__ void step(const bf16* x, const bf16* residual, const 
     for (int r = 0; r < ROWS; ++r)
 #pragma unroll
         for (int c = 0; c < 4; ++c) f[r][c] = live ? __ldg(fn + ((int64_t)(own * ROWS + r) * 4 + c) * dim + d) : 0.0f;
+    after_previous();
     for (int t = t0; t < t1; ++t) {
         float s[4] = {0, 0, 0, 0}, v[VALUES];
         const bf16* res = residual + (int64_t)t * 4 * dim + d;
@@ -202,5 +203,6 @@ extern "C" __global__ void __launch_bounds__(256) hc_step_few(const bf16* x, con
 extern "C" __global__ void __launch_bounds__(128, 6) hc_finish(const float* part, const bf16* y, const float* scale, const float* base, const bf16* w, float* coef,
                                                             bf16* out, bf16* fake, uint8_t* codes, uint8_t* scales, int slices, int dim, int iters,
                                                             float hc_eps, float norm_eps) {
+    after_previous();
     finish_token<4>(blockIdx.x, part, slices, y, scale, base, w, coef, out, fake, codes, scales, dim, iters, hc_eps, norm_eps);
 }

@@ -10,6 +10,7 @@
 
 extern "C" __global__ void __launch_bounds__(128) moe_combine(const bf16* y, const int32_t* inverse, const uint32_t* experts, const bf16* shared,
                                                               bf16* out, float* out_f32, int dim, int k) {
+    after_previous();
     __shared__ int32_t at[32];
     int64_t t = blockIdx.y;
     if ((int)threadIdx.x < k) {

@@ -21,6 +21,7 @@ template <int F>
 __device__ __forceinline__ void experts_up(const bf16* x, const int32_t* order, const int4* tiles, const int32_t* count, const float* weights,
                                            const uint8_t* w1, const uint8_t* s1, const uint8_t* w3, const uint8_t* s3, bf16* h, int dim, int inter,
                                            int k_active, float limit) {
+    after_previous();
     if ((int)blockIdx.y >= *count) return;
     __shared__ float part[8][4][16][8];  // warp, row tile (gate 0, gate 1, up 0, up 1), row, token
     int4 tile = tiles[blockIdx.y];
@@ -70,6 +71,7 @@ __device__ __forceinline__ void experts_up(const bf16* x, const int32_t* order, 
 template <int F>
 __device__ __forceinline__ void experts_down(const bf16* h, const int4* tiles, const int32_t* count, const uint8_t* w2, const uint8_t* s2, bf16* y,
                                              int dim, int inter) {
+    after_previous();
     if ((int)blockIdx.y >= *count) return;
     constexpr int WARPS = 6, U = F == FP4 ? 3 : 1;
     __shared__ float part[WARPS][2][16][8];

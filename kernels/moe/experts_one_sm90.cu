@@ -1,8 +1,8 @@
 // experts_one: a single token's routed experts and their sum in one launch, e2m1 weights, on Hopper.
 //
-// Maths    as experts.cu, then moe_combine: h = act_quant(bf16(weight * swiglu(bf16(W1 x), bf16(W3 x)))); y = bf16(W2 h);
+// Maths    as experts.cu on act_quant(x), then moe_combine: h = act_quant(bf16(weight * swiglu(bf16(W1 x), bf16(W3 x)))); y = bf16(W2 h);
 //          out = bf16(sum of y in ascending order of experts + shared)
-// Layout   xc [dim] e4m3 codes, xs [dim/32] e8m0 (act_quant); experts [k] u32 and weights [k] f32 straight from the gate, ids
+// Layout   x [dim] bf16; experts [k] u32 and weights [k] f32 straight from the gate, ids
 //          first .. first + n_local being ours; w1, w3 [n_local, inter, dim/2], w2 [n_local, dim, inter/2], scales [.., K/32];
 //          shared [dim] bf16 or null; out [dim] bf16; workspace: hc [k, inter] codes, hs [k, inter/32], y [k, dim] bf16,
 //          counter [2 + dim/128] u32 (zero before the first use, never touched between launches)
@@ -96,6 +96,32 @@ struct Token {
             s[i] = __ldcg(scales + g);
         }
     }
+    // Of bf16 values, which become codes here: a launch less.
+    __device__ __forceinline__ void quantise(const bf16* x, int groups) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            int g = threadIdx.x + i * 256;
+            if (g >= groups) break;
+            float v[4][8], most = 0.0f;
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                unpack8(reinterpret_cast<const uint4*>(x)[g * 4 + j], v[j]);
+#pragma unroll
+                for (int k = 0; k < 8; ++k) most = fmaxf(most, fabsf(v[j][k]));
+            }
+            s[i] = fp8_scale(most);
+            float inv = e8m0_inverse(s[i]);
+            uint32_t w[8];
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                w[j] = 0;
+#pragma unroll
+                for (int k = 0; k < 4; ++k) w[j] |= fp8_code(v[j >> 1][(j & 1) * 4 + k], inv) << (8 * k);
+            }
+            lo[i] = make_uint4(w[0], w[1], w[2], w[3]);
+            hi[i] = make_uint4(w[4], w[5], w[6], w[7]);
+        }
+    }
     __device__ __forceinline__ void store(uint8_t* b, float* sx, int groups) const {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -111,7 +137,7 @@ struct Token {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(256, 2) experts_one(const uint8_t* xc, const uint8_t* xs, const uint32_t* experts, const float* weights,
+extern "C" __global__ void __launch_bounds__(256, 2) experts_one(const bf16* xs, const uint32_t* experts, const float* weights,
                                                                  const uint8_t* w1, const uint8_t* s1, const uint8_t* w3, const uint8_t* s3,
                                                                  const uint8_t* w2, const uint8_t* s2, uint8_t* hc, uint8_t* hs, bf16* y, const bf16* shared,
                                                                  bf16* out, uint32_t* counter, int dim, int inter, int k, uint32_t first, int n_local,
@@ -122,6 +148,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) experts_one(const uint8_t* 
     __shared__ bool last;
     int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, q = lane & 3;
     int groups = max(dim, inter) >> 5;
+    after_previous();
     uint8_t* b = smem + 8 * NS * STAGE;
     float* sx = reinterpret_cast<float*>(b + groups * 32);
     if (warp == 0) {
@@ -164,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) experts_one(const uint8_t* 
     };
     // The token is asked for first: behind the weights it would wait for them.
     Token x;
-    x.load(xc, xs, dim >> 5);
+    x.quantise(xs, dim >> 5);
     settle();
     for (int i = 0; i < NS - 1; ++i) put(i);
     x.store(b, sx, dim >> 5);

@@ -47,6 +47,7 @@ __device__ __forceinline__ void group_few(const uint32_t* experts, int32_t* orde
 
 extern "C" __global__ void __launch_bounds__(512) group_tokens(const uint32_t* experts, int32_t* order, int32_t* inverse, int4* tiles, int32_t* count,
                                                                int P, uint32_t first, int n_local, int tile, int align) {
+    after_previous();
     constexpr int WARPS = 16;
     extern __shared__ int32_t sh[];
     int places = P + min(P, n_local) * (align - 1);

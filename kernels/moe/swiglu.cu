@@ -12,6 +12,7 @@
 
 extern "C" __global__ void swiglu(const bf16* gate, const bf16* up, const float* weight, bf16* h, bf16* fake, uint8_t* codes,
                                   uint8_t* scales, int64_t total8, int inter, int64_t ld, float limit) {
+    after_previous();
     int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     int units = inter >> 3;
     bool live = i < total8;

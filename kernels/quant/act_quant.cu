@@ -10,6 +10,7 @@
 #include "../common/quantise.cuh"
 
 extern "C" __global__ void act_quant(const bf16* x, uint8_t* codes, uint8_t* scales, bf16* fake, int64_t total8) {
+    after_previous();
     int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     bool live = i < total8;
     float v[8] = {0, 0, 0, 0, 0, 0, 0, 0};

@@ -1,15 +1,20 @@
-// fp8_few: y = x W^T with e4m3 weights and up to 16 quantised tokens, on Hopper: codes stay codes up to the registers that feed the
-// tensor core.
+// fp8_few: y = x W^T with e4m3 weights and up to 16 tokens, on Hopper: codes stay codes up to the registers that feed the tensor core.
 //
-// Maths    as fp8_linear
-// Layout   xc [M, K] e4m3 codes and xs [M, K/32] e8m0 (act_quant), w [N, K] u8, s [ceil(N/32), K/32] u8, y [M, N] bf16
-// Grid     ceil(N/128) * KS blocks in clusters of KS, block 256; suffix _kA_mB: A blocks split K, up to B tokens.
-//          Dynamic shared memory, with g = 4*ceil(ceil(K/128)/KS) groups: 4*18432 + g*(36*B + 16) + max(128, 16*B)
-// Numerics common/few_sm90.cuh; the KS parts are added in order
+// Maths    as fp8_linear; fp8_few_plain: G products side by side, of tokens that are not quantised; fp8_few_raw, fp8_few_swiglu: of
+//          act_quant(x), and of act_quant(swiglu(gate, up)) without a routing weight, one token
+// Layout   xc [M, K] e4m3 codes and xs [M, K/32] e8m0 (act_quant), or x [M, G*K], gate, up [K] bf16; w [G, N, K] u8, s [G, ceil(N/32), K/32] u8,
+//          y [M, G*N] bf16
+// Grid     (ceil(N/128) * k, G) blocks of 256 in clusters of any k up to 8, which split K evenly; suffix _mB: up to B tokens.
+//          Dynamic shared memory, with g = 4*ceil(ceil(K/128)/k) groups: 16384*(B == 1 ? 4 : 5) + g*(36*B + 16) + max(128, 48*B), plain
+//          g*(68*B + 16)
+// Numerics common/few_sm90.cuh; the k parts are added in order
 // Checked  tests_cuda/check.cu
 #include "../common/few_sm90.cuh"
+#include "../common/swiglu.cuh"
 
-constexpr int NS = 4;
+// Stages of a ring: with one token three blocks share a multiprocessor, with more of them two.
+template <int TOK>
+constexpr int STAGES = TOK == 1 ? 4 : 5;
 
 __device__ __forceinline__ float4 load_cluster(uint32_t addr, uint32_t rank) {
     uint32_t remote;
@@ -21,22 +26,25 @@ __device__ __forceinline__ float4 load_cluster(uint32_t addr, uint32_t rank) {
 __device__ __forceinline__ void cluster_barrier() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
+__device__ __forceinline__ int cluster_size() {
+    uint32_t n;
+    asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(n));
+    return (int)n;
+}
 
-template <int KS, int TOK>
-__device__ __forceinline__ void few(const uint8_t* xc, const uint8_t* xs, const uint8_t* w, const uint8_t* s, bf16* y, int M, int N, int K) {
+// `load` fills tokens of kind X for this block's groups.
+template <typename X, typename Load>
+__device__ __forceinline__ void few(Load load, const uint8_t* w, const uint8_t* s, bf16* y, int M, int N, int K) {
+    constexpr int TOK = X::TOKENS, NS = STAGES<TOK>;
     extern __shared__ __align__(128) uint8_t smem[];
-    int tid = threadIdx.x, row0 = blockIdx.x / KS * 128, rank = blockIdx.x % KS, G = K >> 5;
-    int total = (K + 127) >> 7, per = (total + KS - 1) / KS, first = min(rank * per, total), count = min(per, total - first);
-    Tokens<TOK> x(smem + NS * FEW_STAGE, per * 4);
+    int tid = threadIdx.x, parts = cluster_size(), row0 = blockIdx.x / parts * 128, rank = blockIdx.x % parts, G = K >> 5;
+    int total = (K + 127) >> 7, first = total * rank / parts, count = total * (rank + 1) / parts - first;
+    int64_t group = blockIdx.y, ld_y = (int64_t)gridDim.y * N;
+    w += group * N * K;
+    s += group * ((N + 31) >> 5) * G;
+    y += group * N;
+    X x(smem + 8 * NS * FEW_STAGE, (total + parts - 1) / parts * 4);
     float* sw = x.sx + TOK * x.ld;  // [4][gp]
-    Segments r;
-    r.row_bytes = K;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        r.w[i] = w + (int64_t)(row0 + i * 32) * K;
-        r.live[i] = max(0, min(32, N - row0 - i * 32));
-    }
-    // The second warpgroup also brings the weight's scales; the first of them are asked for ahead of the weights.
     auto scale = [&](int i) {
         int row = min(row0 + 32 * (i / x.gp), N - 1) >> 5, gg = first * 4 + i % x.gp;
         return i < 4 * x.gp && gg < G ? (uint32_t)s[(int64_t)row * G + gg] : 0u;
@@ -44,20 +52,18 @@ __device__ __forceinline__ void few(const uint8_t* xc, const uint8_t* xs, const 
     auto put_scale = [&](int i, uint32_t e) {
         if (i < 4 * x.gp) sw[i] = first * 4 + i % x.gp < G ? e8m0_to_f32(e) : 0.0f;
     };
-    int i0 = tid - 128;
-    uint32_t e0 = 0, e1 = 0;
-    if (tid >= 128) {
-        e0 = scale(i0);
-        e1 = scale(i0 + 128);
-    }
-    few_start<NS>(r, smem, first, count, (K & 127) || row0 + 128 > N, [&] { x.load(xc, xs, K, first * 4, M, [](int m) { return (int64_t)m; }); });
-    if (tid >= 128) {
-        put_scale(i0, e0);
-        put_scale(i0 + 128, e1);
-        for (int i = i0 + 256; i < 4 * x.gp; i += 128) put_scale(i, scale(i));
-    }
+    // Weights and their scales are nobody's output: they are on their way before the tokens are waited for. The first scales are asked for
+    // ahead of the weights.
+    uint32_t e = scale(tid);
+    RowStream<NS> rows(smem, w, row0 + (tid >> 5) * 16, N, K, first);
+    rows.start(count);
+    put_scale(tid, e);
+    for (int i = tid + 256; i < 4 * x.gp; i += 256) put_scale(i, scale(i));
+    after_previous();
+    load(x, group, first * 4);
+    __syncthreads();
     float acc[TOK == 16 ? 8 : 4] = {};
-    few_multiply<TOK, NS>(x, r, smem, sw, first, count, acc);
+    few_multiply<NS>(x, rows, sw, count, acc);
     // The ring's place is free once everybody is through with its last stage. part [TOK][LD], so that four rows are one load.
     constexpr int LD = 132;
     float* part = reinterpret_cast<float*>(smem);
@@ -68,22 +74,24 @@ __device__ __forceinline__ void few(const uint8_t* xc, const uint8_t* xs, const 
         int m = (i >> 2) * 8 + lm + (i & 1);
         if (m < TOK) part[m * LD + lr + (i >> 1 & 1) * 8] = acc[i];
     }
-    if (KS > 1) cluster_barrier();
+    if (parts > 1) cluster_barrier();
     else __syncthreads();
     // Four rows of a token a thread, whole warps dealt to the blocks of the cluster.
-    for (int i = (rank + tid / 32 * KS) * 32 + (tid & 31); i < 32 * min(TOK, M); i += 256 * KS) {
+    for (int i = (rank + tid / 32 * parts) * 32 + (tid & 31); i < 32 * min(TOK, M); i += 256 * parts) {
         int row = (i & 31) * 4, m = i >> 5;
         float4 sum = make_float4(0, 0, 0, 0);
-        if (KS == 1) {
+        if (parts == 1) {
             sum = *reinterpret_cast<const float4*>(part + m * LD + row);
         } else {
+            float4 v[8];
 #pragma unroll
-            for (int k = 0; k < KS; ++k) {
-                float4 v = load_cluster(smem_addr(part + m * LD + row), k);
-                sum.x += v.x; sum.y += v.y; sum.z += v.z; sum.w += v.w;
-            }
+            for (int k = 0; k < 8; ++k)
+                if (k < parts) v[k] = load_cluster(smem_addr(part + m * LD + row), k);
+#pragma unroll
+            for (int k = 0; k < 8; ++k)
+                if (k < parts) { sum.x += v[k].x; sum.y += v[k].y; sum.z += v[k].z; sum.w += v[k].w; }
         }
-        bf16* to = y + (int64_t)m * N + row0 + row;
+        bf16* to = y + m * ld_y + row0 + row;
         uint2 packed = make_uint2(pack_bf16(sum.x, sum.y), pack_bf16(sum.z, sum.w));
         if ((N & 3) == 0) {
             if (row0 + row < N) *reinterpret_cast<uint2*>(to) = packed;
@@ -94,23 +102,37 @@ __device__ __forceinline__ void few(const uint8_t* xc, const uint8_t* xs, const 
                 if (row0 + row + j < N) to[j] = __float2bfloat16_rn(v[j]);
         }
     }
-    if (KS > 1) cluster_barrier();  // no block leaves while another may read its parts
+    if (parts > 1) cluster_barrier();  // no block leaves while another may read its parts
 }
 
-#define FEW(KS, TOK)                                                                                                                       \
-    extern "C" __global__ void __cluster_dims__(KS, 1, 1) __launch_bounds__(256, 2) fp8_few_k##KS##_m##TOK(                                 \
-        const uint8_t* xc, const uint8_t* xs, const uint8_t* w, const uint8_t* s, bf16* y, int M, int N, int K) {                          \
-        few<KS, TOK>(xc, xs, w, s, y, M, N, K);                                                                                            \
+#define FEW(TOK)                                                                                                                           \
+    extern "C" __global__ void __launch_bounds__(256, TOK == 1 ? 3 : 2) fp8_few_m##TOK(const uint8_t* xc, const uint8_t* xs, const uint8_t* w,            \
+                                                                        const uint8_t* s, bf16* y, int M, int N, int K) {      \
+        few<Tokens<TOK>>([&](Tokens<TOK>& x, int64_t, int first) { x.load(xc, xs, K, first, M); }, w, s, y, M, N, K);              \
+    }                                                                                                                                     \
+    extern "C" __global__ void __launch_bounds__(256, TOK == 1 ? 3 : 2) fp8_few_plain_m##TOK(const bf16* x, const uint8_t* w, const uint8_t* s, bf16* y,  \
+                                                                              int M, int N, int K) {                           \
+        few<PlainTokens<TOK>>([&](PlainTokens<TOK>& to, int64_t group, int first) { to.load(x + group * K, (int64_t)gridDim.y * K, K, first, M); }, \
+                              w, s, y, M, N, K);                                                                                   \
     }
-FEW(1, 1)
-FEW(2, 1)
-FEW(4, 1)
-FEW(8, 1)
-FEW(1, 8)
-FEW(2, 8)
-FEW(4, 8)
-FEW(8, 8)
-FEW(1, 16)
-FEW(2, 16)
-FEW(4, 16)
-FEW(8, 16)
+FEW(1)
+FEW(8)
+FEW(16)
+
+extern "C" __global__ void __launch_bounds__(256, 3) fp8_few_raw_m1(const bf16* x, const uint8_t* w, const uint8_t* s, bf16* y, int M, int N, int K) {
+    few<RawToken>([&](RawToken& to, int64_t, int first) {
+        to.load(K, first, [&](int column, float(&v)[8]) { unpack8(*reinterpret_cast<const uint4*>(x + column), v); });
+    }, w, s, y, M, N, K);
+}
+extern "C" __global__ void __launch_bounds__(256, 3) fp8_few_swiglu_m1(const bf16* gate, const bf16* up, const uint8_t* w, const uint8_t* s, bf16* y, int M,
+                                                                       int N, int K, float limit) {
+    few<RawToken>([&](RawToken& to, int64_t, int first) {
+        to.load(K, first, [&](int column, float(&v)[8]) {
+            float u[8];
+            unpack8(*reinterpret_cast<const uint4*>(gate + column), v);
+            unpack8(*reinterpret_cast<const uint4*>(up + column), u);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) v[i] = round_bf16(swiglu_value(v[i], u[i], limit));
+        });
+    }, w, s, y, M, N, K);
+}

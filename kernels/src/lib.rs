@@ -21,6 +21,57 @@ impl Module {
     }
 }
 
+/// Kernels that may begin while the one ahead of them still runs: each calls `after_previous` (`common/util.cuh`)
+/// before it reads what another kernel wrote, and before it writes anything.
+///
+/// A kernel that does not must not be in this list; launched one after the other it is always right.
+pub const OVERLAPPING: &[&str] = &[
+    "act_quant",
+    "bf16_linear_f32_m16_t1",
+    "bf16_linear_f32_m16_t2",
+    "bf16_linear_f32_m8_t1",
+    "bf16_linear_f32_m8_t2",
+    "bf16_linear_m16_t1",
+    "bf16_linear_m16_t2",
+    "bf16_linear_m8_t1",
+    "bf16_linear_m8_t2",
+    "compress",
+    "embedding",
+    "experts_down_fp4",
+    "experts_one",
+    "experts_up_fp4",
+    "fp8_few_m1",
+    "fp8_few_m16",
+    "fp8_few_m8",
+    "fp8_few_plain_m1",
+    "fp8_few_plain_m16",
+    "fp8_few_plain_m8",
+    "fp8_few_raw_m1",
+    "fp8_few_swiglu_m1",
+    "fp8_linear_m16_t1",
+    "fp8_linear_m16_t2",
+    "fp8_linear_m8_t1",
+    "fp8_linear_m8_t2",
+    "gate_one",
+    "group_tokens",
+    "hc_finish",
+    "hc_post",
+    "hc_pre",
+    "hc_step",
+    "hc_step_few",
+    "moe_combine",
+    "norm_rope_quant",
+    "rms_norm",
+    "sparse_attn",
+    "sparse_attn_combine",
+    "sparse_attn_packed",
+    "sparse_attn_packed_sm90",
+    "sparse_attn_sm90",
+    "swiglu",
+    "topk_gate",
+    "write_rows",
+];
+
 #[cfg(feature = "cuda")]
 include!(concat!(env!("OUT_DIR"), "/modules.rs"));
 

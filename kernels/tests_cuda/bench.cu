@@ -14,19 +14,25 @@ static void bench_linear_small() {
         int n = copies_for((double)N * K);
         auto ws = make<Dev<uint8_t>>(n, [&] { return rand_u8((size_t)N * K, 1); });
         auto ss = make<Dev<uint8_t>>(n, [&] { return rand_u8((size_t)N * K / 1024, 2); });
-        for (int M : {1, 4, 16}) {
+        for (int M : {1, 4, 8, 12, 16}) {
             auto x = rand_bf16((size_t)M * K);
             Dev<bf16> y((size_t)M * N);
             auto xc = rand_u8((size_t)M * K, 1), xs = rand_u8((size_t)M * K / 32, 2);
-            int m = M <= 8 ? 8 : 16, fm = M == 1 ? 1 : m;
-            for (int ks : {1, 2, 4, 8}) {
-                size_t g = 4 * (((K + 127) / 128 + ks - 1) / ks), smem = 4 * 18432 + g * (36 * fm + 16) + std::max(128, 16 * fm);
-                if (smem > 200000) continue;
-                double us = graph_us([&](int i) {
-                    launch(fmt("quant/fp8_few_sm90:fp8_few_k%d_m%d", ks, fm), dim3((N + 127) / 128 * ks), 256, smem, xc.p, xs.p, ws[i % n].p, ss[i % n].p, y.p, M, N, K);
-                });
-                row(fmt("fp8_few_k%d", ks).c_str(), fmt("M%d %d->%d", M, K, N), us, (double)N * K * (1 + 1 / 1024.) + 2.0 * M * (K + N), 2.0 * M * N * K);
+            int m = M <= 8 ? 8 : 16, fm = M == 1 ? 1 : m, own = few_split(fm, false, N, K, 1);
+            for (int ks = 1; ks <= 8; ++ks) {
+                    if (few_smem(K, ks, fm, false) > 200000 || (!g_size && ks != own)) continue;
+                    auto once = [&](int i) { launch_few(ks, fm, false, 1, M, N, K, xc.p, xs.p, ws[i % n].p, ss[i % n].p, y.p); };
+                    double us = graph_us(once);
+                    row(fmt("fp8_few k%d%s", ks, ks == own ? " *" : "").c_str(), fmt("M%d %d->%d", M, K, N), us, (double)N * K * (1 + 1 / 1024.) + 2.0 * M * (K + N), 2.0 * M * N * K);
+                }
+            if (!g_size) {
+                // Launches that overlap, as in captured steps.
+                g_overlap = true;
+                double us = graph_us([&](int i) { launch_few(own, fm, false, 1, M, N, K, xc.p, xs.p, ws[i % n].p, ss[i % n].p, y.p); });
+                g_overlap = false;
+                row(fmt("fp8_few k%d over.", own).c_str(), fmt("M%d %d->%d", M, K, N), us, (double)N * K * (1 + 1 / 1024.) + 2.0 * M * (K + N), 2.0 * M * N * K);
             }
+            if (g_size || (M != 1 && M != 16)) continue;
             for (int t : {1, 2}) {
                 std::string k = fmt("quant/fp8_linear:fp8_linear_m%d_t%d", m, t);
                 double us = graph_us([&](int i) { launch(k, dim3((N + 16 * t - 1) / (16 * t), 1, 1), 256, 0, x.p, ws[i % n].p, ss[i % n].p, y.p, M, N, K); });
@@ -41,6 +47,15 @@ static void bench_linear_small() {
     Dev<bf16> y(8 * 1024);
     double us = graph_us([&](int i) { launch("quant/fp8_linear:fp8_linear_m8_t1", dim3(64, 1, 8), 256, 0, x.p, ws[i % 8].p, s.p, y.p, 1, 1024, 4096); });
     row("fp8_linear_t1", "wo_a M1 8 groups 4096->1024", us, 8.0 * 1024 * 4096, 2.0 * 8 * 1024 * 4096);
+    for (int M : {1, 4, 16}) {
+        auto x = rand_bf16((size_t)M * 8 * 4096);
+        Dev<bf16> y((size_t)M * 8 * 1024);
+        for (int ks = 2; ks <= 8; ++ks) {
+            if (!g_size && ks != few_split(M == 1 ? 1 : M <= 8 ? 8 : 16, true, 1024, 4096, 8)) continue;
+            us = graph_us([&](int i) { launch_few(ks, M == 1 ? 1 : M <= 8 ? 8 : 16, true, 8, M, 1024, 4096, x.p, ws[i % 8].p, s.p, y.p); });
+            row(fmt("fp8_few_plain k%d", ks).c_str(), fmt("wo_a M%d 8 groups 4096->1024", M), us, 8.0 * 1024 * 4096, 2.0 * M * 8 * 1024 * 4096);
+        }
+    }
 }
 
 static void bench_experts() {
@@ -77,7 +92,6 @@ static void bench_experts() {
         auto down = [&](int i) { launch("moe/experts:experts_down_fp4", dim3(dim / 32, max_tiles), 192, 0, h.p, tiles[i].p, count[i].p, w2.p, s2.p, y.p, dim, inter); };
         auto comb = [&](int i) { launch("moe/combine:moe_combine", dim3((dim / 8 + 127) / 128, T), 128, 0, y.p, inverse[i].p, ex[i].p, (bf16*)nullptr, out.p, (float*)nullptr, dim, k); };
         for (int i = 0; i < sets; ++i) grp(i);
-        auto xc = rand_u8((size_t)T * dim, 1), xs = rand_u8((size_t)T * dim / 32, 2);
         Dev<uint8_t> hc((size_t)P * inter), hs((size_t)P * inter / 32);
         double b = (double)used * (wb + sb), fl = 2.0 * P * inter * dim;
         row("group_tokens", fmt("T%d", T), graph_us([&](int i) { grp(i % sets); }), 4.0 * P, 0);
@@ -88,7 +102,7 @@ static void bench_experts() {
             turns.zero();
             for (int grid : {264, 132})
                 row("experts_one", fmt("grid %d", grid), graph_us([&](int i) {
-                    launch_cooperative("moe/experts_one_sm90:experts_one", dim3(grid), 256, 4 * 17408 + dim / 32 * 36, xc.p, xs.p, ex[i % sets].p, wt.p, w1.p, s1.p, w3.p, s3.p, w2.p, s2.p, hc.p,
+                    launch_cooperative("moe/experts_one_sm90:experts_one", dim3(grid), 256, 4 * 17408 + dim / 32 * 36, x.p, ex[i % sets].p, wt.p, w1.p, s1.p, w3.p, s3.p, w2.p, s2.p, hc.p,
                                        hs.p, y.p, (bf16*)nullptr, out.p, turns.p, dim, inter, k, 0u, E, 10.0f);
                 }), 3 * b, 3 * fl);
         }
@@ -233,7 +247,7 @@ static void bench_small() {
     auto gl = rand_f32(384, 4), gb = rand_f32(384);
     Dev<float> gw(6);
     Dev<uint32_t> ge(6);
-    row("topk_gate", "T1 6 of 384", graph_us([&](int) { launch("moe/topk_gate", dim3(1), 128, 4 * 384, gl.p, gb.p, (float*)nullptr, (uint8_t*)nullptr, (uint32_t*)nullptr, gw.p, ge.p, 1, 384, 6, 2, 1.0f, 1, 1.5f); }), 3072, 0);
+    row("topk_gate", "T1 6 of 384", graph_us([&](int) { launch("moe/topk_gate", dim3(1), 128, 8 * 384, gl.p, gb.p, (float*)nullptr, (uint8_t*)nullptr, (uint32_t*)nullptr, gw.p, ge.p, 1, 384, 6, 2, 1.0f, 1, 1.5f); }), 3072, 0);
     auto lw = make<Dev<uint8_t>>(70, [&] { Dev<uint8_t> d(384 * 5120 * 2); fill_bf16<<<256, 256>>>((bf16*)d.p, 384 * 5120, next_seed(), 0.05f); return d; });
     Dev<float> lg(384);
     row("gate logits", "M1 5120->384 f32", graph_us([&](int i) { launch("core/bf16_linear:bf16_linear_f32_m8_t1", dim3(24, 1, 1), 256, 0, x.p, lw[i % 70].p, (uint8_t*)nullptr, lg.p, 1, 384, 5120); }), 384 * 5120 * 2.0, 0);
@@ -248,6 +262,7 @@ static void bench_small() {
 }
 
 #include "bench_sm90.cuh"
+#include "bench_layer.cuh"
 
 int main(int argc, char** argv) {
     if (argc > 1) g_dir = argv[1];
@@ -265,5 +280,6 @@ int main(int argc, char** argv) {
     run("small", bench_small);
     run("many", bench_many);
     run("experts_many", bench_experts_many);
+    run("layer", bench_layer);
     CUDA(cudaDeviceSynchronize());
 }

@@ -209,13 +209,45 @@ static void check_fp8_few() {
         Dev<bf16> fake((size_t)M * K);
         launch("quant/act_quant", dim3((M * K / 8 + 255) / 256), 256, 0, x.p, xc.p, xs.p, fake.p, (int64_t)M * K / 8);
         auto want = reference_linear(0, fake, w, s, M, N, K, 1).get();
-        for (int ks : {1, 2, 4, 8})
+        for (int ks : {1, 2, 3, 5, 6, 8})
             for (int m : {1, 8, 16}) {
-                if (m < M || (K > 4000 && ks == 1 && m == 16)) continue;
+                if (m < M || few_smem(K, ks, m, false) > 200000) continue;
                 Dev<bf16> y((size_t)M * N);
-                size_t g = 4 * (((K + 127) / 128 + ks - 1) / ks);
-                launch(fmt("quant/fp8_few_sm90:fp8_few_k%d_m%d", ks, m), dim3((N + 127) / 128 * ks), 256, 4 * 18432 + g * (36 * m + 16) + std::max(128, 16 * m), xc.p, xs.p, w.p, s.p, y.p, M, N, K);
-                near(fmt("fp8_few_k%d_m%d", ks, m), fmt("M%d N%d K%d", M, N, K), y.get(), want, ONE_ROUNDING);
+                launch_few(ks, m, false, 1, M, N, K, xc.p, xs.p, w.p, s.p, y.p);
+                near(fmt("fp8_few_m%d k%d", m, ks), fmt("M%d N%d K%d", M, N, K), y.get(), want, ONE_ROUNDING);
+            }
+    }
+    // One token that is quantised on the way, and one whose activation is.
+    for (auto [N, K] : {std::pair{5, 32}, {333, 736}, {1280, 5120}, {5120, 2304}}) {
+        auto w = rand_weight(0, wbytes(0, N, K)), s = rand_u8(sbytes(0, N, K), 2), xc = rand_u8(K, 1), xs = rand_u8(K / 32, 2);
+        Dev<bf16> gate(quant_input(K)), up(quant_input(K)), y(N), want(N), h(K);
+        for (bool swiglu : {false, true})
+            for (int ks : {1, 3, 6, 8}) {
+                if (swiglu) launch("moe/swiglu", dim3((K / 8 + 255) / 256), 256, 0, gate.p, up.p, (float*)nullptr, h.p, (bf16*)nullptr, xc.p, xs.p, (int64_t)K / 8, K, (int64_t)K, 10.0f);
+                else launch("quant/act_quant", dim3((K / 8 + 255) / 256), 256, 0, gate.p, xc.p, xs.p, (bf16*)nullptr, (int64_t)K / 8);
+                launch_few(ks, 1, false, 1, 1, N, K, xc.p, xs.p, w.p, s.p, want.p);
+                std::string path = fmt("quant/fp8_few_sm90:fp8_few_%s_m1", swiglu ? "swiglu" : "raw");
+                Form form = {ks, false, false};
+                dim3 grid((N + 127) / 128 * ks);
+                size_t smem = few_smem(K, ks, 1, false);
+                if (swiglu) launch_as(form, path, grid, 256, smem, gate.p, up.p, w.p, s.p, y.p, 1, N, K, 10.0f);
+                else launch_as(form, path, grid, 256, smem, gate.p, w.p, s.p, y.p, 1, N, K);
+                same(fmt("fp8_few_%s_m1 k%d", swiglu ? "swiglu" : "raw", ks), fmt("N%d K%d", N, K), y.get(), want.get());
+            }
+    }
+    // Tokens as they are, of values far apart, some zero.
+    for (auto [M, N, K, G] : {std::tuple{1, 32, 32, 1}, {3, 96, 96, 2}, {8, 160, 736, 3}, {13, 64, 160, 5}, {16, 1024, 4096, 2}, {1, 1024, 4096, 8}}) {
+        auto w = rand_weight(0, wbytes(0, N, K) * G), s = rand_u8(sbytes(0, N, K) * G, 2);
+        std::vector<bf16> hx((size_t)M * K * G);
+        for (size_t i = 0; i < hx.size(); ++i) hx[i] = __float2bfloat16(i / 32 % 5 == 3 ? 0.0f : normal() * expf(uniform(-20, i % 7 ? 4 : 60)) * (i / 64 % 3 ? 1.0f : 1e-18f));
+        Dev<bf16> x(hx);
+        auto want = reference_linear(0, x, w, s, M, N, K, G).get();
+        for (int ks : {1, 4, 7})
+            for (int m : {1, 8, 16}) {
+                if (m < M || few_smem(K, ks, m, true) > 200000) continue;
+                Dev<bf16> y((size_t)M * N * G);
+                launch_few(ks, m, true, G, M, N, K, x.p, w.p, s.p, y.p);
+                near(fmt("fp8_few_plain_m%d k%d", m, ks), fmt("M%d N%d K%d G%d", M, N, K, G), y.get(), want, ONE_ROUNDING);
             }
     }
 }

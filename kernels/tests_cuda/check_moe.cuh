@@ -14,8 +14,8 @@ static void check_gate() {
             Dev<float> dl(logits), db(bias), dv(vl), w(T * k), w2(T * k);
             Dev<uint8_t> dm(mask);
             Dev<uint32_t> e(T * k), e2(T * k);
-            launch("moe/topk_gate", dim3(T), 128, 4 * E, dl.p, db.p, dv.p, dm.p, (uint32_t*)nullptr, w.p, e.p, T, E, k, func, 1.3f, 1, 1.5f);
-            launch("moe/topk_gate", dim3(T), 128, 4 * E, dl.p, db.p, dv.p, dm.p, e.p, w2.p, e2.p, T, E, k, func, 1.3f, 1, 1.5f);
+            launch("moe/topk_gate", dim3(T), 128, 8 * E, dl.p, db.p, dv.p, dm.p, (uint32_t*)nullptr, w.p, e.p, T, E, k, func, 1.3f, 1, 1.5f);
+            launch("moe/topk_gate", dim3(T), 128, 8 * E, dl.p, db.p, dv.p, dm.p, e.p, w2.p, e2.p, T, E, k, func, 1.3f, 1, 1.5f);
             auto ge = e.get();
             auto gw = w.get();
             bool order_ok = true;
@@ -151,7 +151,7 @@ static void check_experts_one(int E, int k, int dim, int inter, int first, int l
     counter.zero();
     launch("quant/act_quant", dim3((dim / 8 + 255) / 256), 256, 0, x.p, xc.p, xs.p, fake.p, (int64_t)dim / 8);
     for (int again = 0; again < 3; ++again)
-        launch_cooperative("moe/experts_one_sm90:experts_one", dim3(grid), 256, 4 * 17408 + std::max(dim, inter) / 32 * 36, xc.p, xs.p, ex.p, weights.p, w1.p, s1.p, w3.p, s3.p, w2.p, s2.p, hc.p,
+        launch_cooperative("moe/experts_one_sm90:experts_one", dim3(grid), 256, 4 * 17408 + std::max(dim, inter) / 32 * 36, x.p, ex.p, weights.p, w1.p, s1.p, w3.p, s3.p, w2.p, s2.p, hc.p,
                            hs.p, y.p, shared.p, out.p, counter.p, dim, inter, k, (uint32_t)first, local, 10.0f);
     std::vector<int32_t> order, at;
     for (int i = 0; i < k; ++i) {

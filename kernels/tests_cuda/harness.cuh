@@ -22,6 +22,9 @@
         }                                                                                                         \
     } while (0)
 
+template <typename... A>
+std::string fmt(const char* f, A... a) { char s[160]; snprintf(s, sizeof s, f, a...); return s; }
+
 inline std::string g_dir = ".";
 inline cudaStream_t g_stream = nullptr;
 
@@ -41,20 +44,62 @@ inline cudaKernel_t kernel(const std::string& path) {
     }
     return kernels[path] = k;
 }
+// How a launch differs from a plain one.
+struct Form {
+    int cluster = 1;
+    bool cooperative = false;  // all blocks at once, so that they may wait for each other
+    bool overlap = false;      // begins before the kernel ahead of it has ended
+};
+inline bool g_overlap = false;  // launches that do not say otherwise
 template <typename... A>
-void launch(const std::string& path, dim3 grid, dim3 block, size_t smem, A... args) {
+void launch_as(Form form, const std::string& path, dim3 grid, dim3 block, size_t smem, A... args) {
     cudaKernel_t k = kernel(path);
     if (smem > 48 * 1024) CUDA(cudaFuncSetAttribute((const void*)k, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem));
     void* p[] = {(void*)&args...};
-    CUDA(cudaLaunchKernel((const void*)k, grid, block, p, smem, g_stream));
+    cudaLaunchAttribute attrs[3];
+    cudaLaunchConfig_t config = {grid, block, smem, g_stream, attrs, 0};
+    auto attr = [&](cudaLaunchAttributeID id) { attrs[config.numAttrs].id = id; return &attrs[config.numAttrs++].val; };
+    if (form.cluster > 1) {
+        auto* v = attr(cudaLaunchAttributeClusterDimension);
+        v->clusterDim.x = form.cluster;
+        v->clusterDim.y = v->clusterDim.z = 1;
+    }
+    if (form.cooperative) attr(cudaLaunchAttributeCooperative)->cooperative = 1;
+    if (form.overlap) attr(cudaLaunchAttributeProgrammaticStreamSerialization)->programmaticStreamSerializationAllowed = 1;
+    CUDA(cudaLaunchKernelExC(&config, (const void*)k, p));
 }
-// All blocks at once, so that they may wait for each other.
 template <typename... A>
-void launch_cooperative(const std::string& path, dim3 grid, dim3 block, size_t smem, A... args) {
-    cudaKernel_t k = kernel(path);
-    if (smem > 48 * 1024) CUDA(cudaFuncSetAttribute((const void*)k, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem));
-    void* p[] = {(void*)&args...};
-    CUDA(cudaLaunchCooperativeKernel((const void*)k, grid, block, p, smem, g_stream));
+void launch(const std::string& path, dim3 grid, dim3 block, size_t smem, A... args) { launch_as({1, false, g_overlap}, path, grid, block, smem, args...); }
+template <typename... A>
+void launch_cooperative(const std::string& path, dim3 grid, dim3 block, size_t smem, A... args) { launch_as({1, true, g_overlap}, path, grid, block, smem, args...); }
+
+// fp8_few in clusters of `ks`: its grid and shared memory.
+inline size_t few_smem(int K, int ks, int m, bool plain) { return (m == 1 ? 4 : 5) * 16384 + 4 * (((K + 127) / 128 + ks - 1) / ks) * ((plain ? 68 : 36) * m + 16) + std::max(128, 48 * m); }
+template <typename... A>
+void launch_few(int ks, int m, bool plain, int G, int M, int N, int K, A... args) {
+    launch_as({ks, false, g_overlap}, fmt("quant/fp8_few_sm90:fp8_few_%sm%d", plain ? "plain_" : "", m), dim3((N + 127) / 128 * ks, G), 256, few_smem(K, ks, m, plain), args..., M, N, K);
+}
+// Blocks that share the columns of fp8_few, as launches choose them: as many as all fit at once.
+inline int few_split(int m, bool plain, int N, int K, int G) {
+    int tiles = (N + 127) / 128 * G, stages = (K + 127) / 128;
+    cudaKernel_t k = kernel(fmt("quant/fp8_few_sm90:fp8_few_%sm%d", plain ? "plain_" : "", m));
+    auto fit = [&](int ks) {
+        size_t smem = few_smem(K, ks, m, plain);
+        if (smem > 232448) return 0;
+        CUDA(cudaFuncSetAttribute((const void*)k, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem));
+        cudaLaunchAttribute attr;
+        attr.id = cudaLaunchAttributeClusterDimension;
+        attr.val.clusterDim.x = ks;
+        attr.val.clusterDim.y = attr.val.clusterDim.z = 1;
+        cudaLaunchConfig_t config = {dim3(ks), 256, smem, 0, &attr, 1};
+        int n = 0;
+        CUDA(cudaOccupancyMaxActiveClusters(&n, (const void*)k, &config));
+        return n;
+    };
+    if (stages >= 8 && 2 * tiles <= fit(8)) return 8;
+    for (int ks = std::min(m == 1 ? 6 : 5, stages); ks > 1; --ks)
+        if (tiles <= fit(ks)) return ks;
+    return fit(1) ? 1 : 2;
 }
 
 template <typename T>
@@ -151,8 +196,6 @@ void same(const std::string& op, const std::string& shape, const std::vector<T>&
     snprintf(s, sizeof s, bad ? "%zu of %zu differ, first at %zu" : "exact", bad, want.size(), first);
     report(op, shape, bad == 0 && got.size() == want.size(), s);
 }
-template <typename... A>
-std::string fmt(const char* f, A... a) { char s[160]; snprintf(s, sizeof s, f, a...); return s; }
 
 // ---- timing: median over replays of a graph of `reps` calls; call i gets its index, to rotate buffers ----
 inline double graph_us(const std::function<void(int)>& fn, int reps = 20, int replays = 15) {
@@ -167,6 +210,15 @@ inline double graph_us(const std::function<void(int)>& fn, int reps = 20, int re
     CUDA(cudaStreamBeginCapture(s, cudaStreamCaptureModeThreadLocal));
     for (int i = 0; i < reps; ++i) fn(i);
     CUDA(cudaStreamEndCapture(s, &g));
+    if (g_overlap) {
+        size_t n = 0, early = 0;
+        CUDA(cudaGraphGetEdges(g, nullptr, nullptr, nullptr, &n));
+        std::vector<cudaGraphNode_t> from(n), to(n);
+        std::vector<cudaGraphEdgeData> data(n);
+        CUDA(cudaGraphGetEdges(g, from.data(), to.data(), data.data(), &n));
+        for (auto& d : data) early += d.type == cudaGraphDependencyTypeProgrammatic;
+        if (early + 1 < n) printf("%zu of %zu edges let the next kernel begin early\n", early, n);
+    }
     CUDA(cudaGraphInstantiate(&ge, g, 0));
     cudaEvent_t a, b;
     CUDA(cudaEventCreate(&a));

@@ -11,7 +11,7 @@ use std::sync::{Arc, Weak};
 use candle_core::{CudaDevice, DType, Device, Tensor};
 use deepseek_v41_core::{
     Error, Result,
-    cuda::{Graph, Staged},
+    cuda::{Graph, Scratch, Staged},
 };
 
 use crate::{
@@ -38,6 +38,8 @@ pub(crate) struct Replays {
     seen: Vec<Layout>,
     /// The one used last at the end.
     kept: Vec<Kept>,
+    /// Where they keep what is between their launches.
+    scratch: Option<Arc<Scratch>>,
     steps: u64,
 }
 
@@ -58,6 +60,7 @@ impl Default for Replays {
             model: Weak::new(),
             seen: Vec::new(),
             kept: Vec::new(),
+            scratch: None,
             steps: 0,
         }
     }
@@ -192,6 +195,10 @@ impl Transformer {
         state: &mut ModelState,
         inputs: &StepInputs,
     ) -> Result<Option<Kept>> {
+        if state.replays.scratch.is_none() {
+            state.replays.scratch = Scratch::new(dev)?;
+        }
+        let scratch = state.replays.scratch.clone();
         let (inputs, staged) = inputs.staged(dev)?;
         let (t, cfg) = (inputs.plan.tokens, &self.cfg);
         let zeros = |width, dtype| Tensor::zeros((t, width), dtype, &self.device);
@@ -214,7 +221,7 @@ impl Transformer {
         // compared) and never move; the state's caches, which live as long as the state that keeps the
         // graph and are written in place; `staged` and the outputs, which are kept beside the graph.
         #[allow(unsafe_code)]
-        let graph = unsafe { Graph::capture(dev, work)? };
+        let graph = unsafe { Graph::capture(dev, scratch.as_ref(), work)? };
         Ok(graph.map(|graph| Kept {
             layout,
             graph,

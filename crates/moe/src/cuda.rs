@@ -12,7 +12,7 @@ use candle_core::{DType, Tensor};
 use deepseek_v41_core::{
     Comm, Result,
     cuda::{
-        Held, Launch, Out, Ptr, kernels,
+        Held, Launch, Out, Ptr, join, kernels,
         ops::{device, supported},
     },
 };
@@ -48,6 +48,9 @@ fn expert(expert: &Expert, xs: &Activation) -> Result<Tensor> {
         Some([gate, up]) => (gate.clone(), up.clone()),
         _ => (quant::quantised(w1, xs)?, quant::quantised(w3, xs)?),
     };
+    if let Some(y) = quant::swiglu_product(&gate, &up, w2, expert.limit())? {
+        return Ok(y);
+    }
     let dev = device(&gate)?;
     let inter = w1.out_dim();
     supported(
@@ -89,13 +92,8 @@ fn expert(expert: &Expert, xs: &Activation) -> Result<Tensor> {
         )),
         _ => None,
     };
-    quant::quantised(
-        w2,
-        &Activation {
-            values: h.into_tensor(gate.shape())?,
-            codes,
-        },
-    )
+    let values = h.into_tensor(gate.shape())?;
+    quant::quantised(w2, &Activation::coded(values, codes))
 }
 
 /// Routed and shared experts of `xs: [T, dim]`.
@@ -112,6 +110,8 @@ pub(crate) fn moe(
     let (t, dim) = xs.dims2()?;
     let values = input(Expert::LINEARS[0](shared).format(), xs)?;
     let common = expert(shared, &values)?;
+    // The gate may have run beside it.
+    join()?;
     let k = routing.experts.dim(1)?;
     let Some(experts) = experts.filter(|_| k > 0) else {
         return reduced(None, &common, comm);
@@ -127,11 +127,10 @@ pub(crate) fn moe(
         experts: routing.experts.contiguous()?,
     };
     let ranks = comm.world_size() > 1;
-    if let (1, false, WeightFormat::Fp4, Some((codes, scales))) =
-        (t, ranks, experts.format, &values.codes)
+    if let (1, false, WeightFormat::Fp4, Some(xs)) = (t, ranks, experts.format, values.raw())
         && experts.one_fits()
     {
-        return experts.one(dev, (codes, scales), &routing, &common, shared.limit());
+        return experts.one(dev, xs, &routing, &common, shared.limit());
     }
     let (y, inverse) = experts.run(&values, &routing, shared.limit())?;
     let out = (!ranks)

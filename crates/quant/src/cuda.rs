@@ -25,7 +25,10 @@ pub use self::{
     },
 };
 use self::{
-    products::{FEW, FP4, FP8, MANY, bf16_groups, bf16_product, coded_product, many_product},
+    products::{
+        FEW, FP4, FP8, MANY, Sizes, bf16_groups, bf16_product, coded_product, few_plain_product,
+        few_swiglu_product, many_product,
+    },
     quantise::{groups_of, quantise},
 };
 use crate::{
@@ -179,14 +182,23 @@ pub(crate) fn linear(linear: &Linear, xs: &Tensor) -> Result<Tensor> {
 /// What quantised products take: layers that share an input share it.
 #[derive(Debug, Clone)]
 pub struct Activation {
-    /// `[T, k]` bf16: the input of a layer that is not quantised, or exact values of the codes.
-    pub values: Tensor,
-    /// e4m3 codes `[T, k]` and e8m0 scales `[T, k/32]`, for few tokens on Hopper.
-    pub codes: Option<(Tensor, Tensor)>,
+    /// `[T, k]` bf16.
+    values: Tensor,
+    form: Form,
+}
+
+#[derive(Debug, Clone)]
+enum Form {
+    /// The input of a layer that is not quantised, or exact values of codes.
+    Exact,
+    /// Values of these e4m3 codes `[T, k]` and e8m0 scales `[T, k/32]`, for few tokens on Hopper.
+    Coded(Tensor, Tensor),
+    /// One token on Hopper, not quantised yet: its products do that as they read it.
+    Raw,
 }
 
 impl Activation {
-    /// Quantises `xs: [T, k]` bf16.
+    /// `xs: [T, k]` bf16 for quantised products.
     ///
     /// # Errors
     /// `k` is not a multiple of 32, or a failed launch.
@@ -194,10 +206,16 @@ impl Activation {
         let xs = xs.contiguous()?;
         let dev = device(&xs)?;
         let k = xs.dim(D::Minus1)?;
-        if !Self::takes_codes(dev, xs.elem_count() / k.max(1))? {
+        let rule = "input widths of multiples of 32";
+        supported(k.is_multiple_of(32), "linear", k, rule)?;
+        let tokens = xs.elem_count() / k.max(1);
+        if !Self::takes_codes(dev, tokens)? {
+            return Ok(Self::plain(act_quant_values(&xs)?));
+        }
+        if tokens == 1 {
             return Ok(Self {
-                values: act_quant_values(&xs)?,
-                codes: None,
+                values: xs,
+                form: Form::Raw,
             });
         }
         let values = Out::<bf16>::new(dev, xs.elem_count())?;
@@ -208,18 +226,45 @@ impl Activation {
             codes.into_tensor(xs.shape())?,
             scales.into_tensor(groups_of(&xs, 32))?,
         );
-        Ok(Self {
-            values: values.into_tensor(xs.shape())?,
-            codes: Some(codes),
-        })
+        Ok(Self::coded(values.into_tensor(xs.shape())?, Some(codes)))
     }
 
     /// The input as it is, for layers that do not quantise.
     pub fn plain(values: Tensor) -> Self {
-        Self {
-            values,
-            codes: None,
+        Self::coded(values, None)
+    }
+
+    /// The values of codes and, for few tokens on Hopper, these with their scales.
+    pub fn coded(values: Tensor, codes: Option<(Tensor, Tensor)>) -> Self {
+        let form = match codes {
+            Some((codes, scales)) => Form::Coded(codes, scales),
+            None => Form::Exact,
+        };
+        Self { values, form }
+    }
+
+    /// Tokens and columns.
+    ///
+    /// # Errors
+    /// Not a matrix.
+    pub fn dims2(&self) -> Result<(usize, usize)> {
+        Ok(self.values.dims2()?)
+    }
+
+    /// `[T, k]` bf16 for layers that do not quantise: the input, or the values of its codes.
+    ///
+    /// # Errors
+    /// A failed launch.
+    pub fn exact(&self) -> Result<Tensor> {
+        match self.form {
+            Form::Raw => act_quant_values(&self.values),
+            Form::Exact | Form::Coded(..) => Ok(self.values.clone()),
         }
+    }
+
+    /// A token that is not quantised yet.
+    pub fn raw(&self) -> Option<&Tensor> {
+        matches!(self.form, Form::Raw).then_some(&self.values)
     }
 
     /// Whether products of `tokens` tokens want codes on this device.
@@ -237,22 +282,50 @@ impl Activation {
 /// A layer without quantised weights on the device, or a failed launch.
 pub fn quantised(linear: &Linear, xs: &Activation) -> Result<Tensor> {
     let (n, k) = (linear.out_dim(), linear.in_dim());
-    let values = &xs.values;
     match linear {
         Linear::Fp8(w) => {
             let w = w.device().ok_or_else(missing)?;
-            let m = values.elem_count() / k.max(1);
-            if let Some((codes, scales)) = xs.codes.as_ref().filter(|_| m <= FEW) {
-                return few_product(values, codes, scales, w, (m, n, k));
+            let m = xs.values.elem_count() / k.max(1);
+            if let Some(y) = few_product(xs, w, (m, n, k))? {
+                return Ok(y);
             }
+            let values = &xs.exact()?;
             match m >= MANY && n.is_multiple_of(8) && is_hopper(device(values)?)? {
                 true => many_product(values, w, n, k),
-                false => coded_product(values, &FP8, w, n, k, 1),
+                false => coded_product(values, &FP8, w, (n, k, 1)),
             }
         }
-        Linear::Fp4(w) => coded_product(values, &FP4, w.device().ok_or_else(missing)?, n, k, 1),
-        Linear::Bf16(_) | Linear::F32(_) => linear_of(linear, values),
+        Linear::Fp4(w) => {
+            let w = w.device().ok_or_else(missing)?;
+            coded_product(&xs.exact()?, &FP4, w, (n, k, 1))
+        }
+        Linear::Bf16(_) | Linear::F32(_) => linear_of(linear, &xs.exact()?),
     }
+}
+
+/// `linear(act_quant(swiglu(gate, up)))` of one token on Hopper in one launch; `None` elsewhere.
+///
+/// `gate`, `up: [1, k]` bf16, `limit` as the kernels of experts take it.
+///
+/// # Errors
+/// A layer loaded on the CPU, shapes that do not fit, or a failed launch.
+pub fn swiglu_product(
+    gate: &Tensor,
+    up: &Tensor,
+    linear: &Linear,
+    limit: f32,
+) -> Result<Option<Tensor>> {
+    let Linear::Fp8(w) = linear else {
+        return Ok(None);
+    };
+    let (n, k) = (linear.out_dim(), linear.in_dim());
+    if gate.dims() != [1, k] || up.dims() != [1, k] {
+        return Ok(None);
+    }
+    if !Activation::takes_codes(device(gate)?, 1)? {
+        return Ok(None);
+    }
+    few_swiglu_product(gate, up, w.device().ok_or_else(missing)?, (n, k), limit).map(Some)
 }
 
 fn linear_of(l: &Linear, xs: &Tensor) -> Result<Tensor> {
@@ -274,7 +347,12 @@ pub(crate) fn grouped(layer: &GroupedLinear, weight: &Linear, xs: &Tensor) -> Re
             // A group's scales then begin at a tile of its own.
             let rule = "groups of multiples of 32 outputs";
             supported(n.is_multiple_of(FP8_TILE), "grouped linear", n, rule)?;
-            coded_product(xs, &FP8, w.device().ok_or_else(missing)?, n, k, groups)
+            let w = w.device().ok_or_else(missing)?;
+            let m = xs.elem_count() / (groups * k).max(1);
+            match Activation::takes_codes(device(xs)?, m)? {
+                true => few_plain_product(xs, w, Sizes { m, n, k, groups }),
+                false => coded_product(xs, &FP8, w, (n, k, groups)),
+            }
         }
         Linear::F32(_) | Linear::Fp4(_) => {
             Err(Error::shape("grouped linear", "weights are bf16 or fp8"))

@@ -76,19 +76,20 @@ impl Joined {
     /// # Errors
     /// An input of another width, or a failed launch.
     pub fn forward(&self, xs: &Activation) -> Result<Option<Vec<Tensor>>> {
-        let Some((codes, scales)) = &xs.codes else {
-            return Ok(None);
-        };
-        let (m, k) = xs.values.dims2()?;
+        let (m, k) = xs.dims2()?;
         if k != self.k {
-            let found = xs.values.shape();
-            return Err(Error::shape("linear", format!("{found:?} into {}", self.k)));
+            return Err(Error::shape(
+                "linear",
+                format!("[{m}, {k}] into {}", self.k),
+            ));
         }
         if m != 1 {
             return Ok(None);
         }
         let n = self.rows.iter().sum();
-        let y = few_product(&xs.values, codes, scales, &self.weight, (1, n, k))?;
+        let Some(y) = few_product(xs, &self.weight, (1, n, k))? else {
+            return Ok(None);
+        };
         let mut at = 0;
         let parts = self.rows.iter().map(|n| {
             at += n;
@@ -148,5 +149,5 @@ pub fn norm_activation(xs: &Tensor, norm: &RmsNorm) -> Result<(Tensor, Activatio
         _ => None,
     };
     let values = values.into_tensor((t, dim))?;
-    Ok((y.into_tensor((t, dim))?, Activation { values, codes }))
+    Ok((y.into_tensor((t, dim))?, Activation::coded(values, codes)))
 }

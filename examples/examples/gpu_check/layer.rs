@@ -12,17 +12,18 @@ use deepseek_v41::{
 
 use crate::data::{Random, checkpoint};
 
-/// Layers of the model: a source of compressed KV with an indexer, and three that read what it has and
-/// use its selection, as most of the released model's do.
-const LAYERS: usize = 4;
+/// Layers of the models: a source of compressed KV with an indexer, and others that read what it has and
+/// use its selection, as most of the released model's do. What the larger model takes more is theirs alone.
+const LAYERS: [usize; 2] = [4, 8];
 /// Instead of 384: a token reads as many, and they can be made quickly.
 const EXPERTS: usize = 32;
 
-/// The released configuration with [`LAYERS`] layers, [`EXPERTS`] experts and a small vocabulary.
-fn config() -> Result<Config> {
+/// The released configuration with `layers` layers, [`EXPERTS`] experts and a small vocabulary.
+fn config(layers: usize) -> Result<Config> {
+    let ratios = vec!["2"; layers].join(", ");
     let text = format!(
         r#"{{
-        "vocab_size": 1024, "dim": 5120, "moe_inter_dim": 2304, "n_layers": {LAYERS}, "n_mtp_layers": 0,
+        "vocab_size": 1024, "dim": 5120, "moe_inter_dim": 2304, "n_layers": {layers}, "n_mtp_layers": 0,
         "n_heads": 64, "n_routed_experts": {EXPERTS}, "n_shared_experts": 1, "n_activated_experts": 6,
         "score_func": "sqrtsoftplus", "route_scale": 1.5, "swiglu_limit": 10.0, "q_lora_rank": 1280,
         "head_dim": 512, "rope_head_dim": 64, "norm_eps": 1e-20, "o_groups": 8, "o_lora_rank": 1024,
@@ -30,7 +31,7 @@ fn config() -> Result<Config> {
         "original_seq_len": 65536, "rope_theta": 10000, "rope_factor": 16, "beta_fast": 32,
         "beta_slow": 1, "index_n_heads": 32, "index_head_dim": 128, "index_topk": 512, "hc_mult": 4,
         "hc_sinkhorn_iters": 20, "hc_eps": 1e-6, "dtype": "fp8", "expert_dtype": "fp4",
-        "compress_rope_theta": 160000, "compress_ratios": [2, 2, 2, 2]
+        "compress_rope_theta": 160000, "compress_ratios": [{ratios}]
         }}"#
     );
     Config::from_json(&text)
@@ -133,29 +134,47 @@ fn weights(cfg: &Config) -> Result<(Vec<RawTensor>, usize)> {
     Ok((t.all, read))
 }
 
-/// Rows for the table: a layer's share of a step of one token, launched and replayed, at two contexts.
+/// Rows for the table: a layer's share of a step of one token, launched and replayed, at two contexts, and what
+/// a layer that reads another's rows takes of a replayed one.
 #[allow(clippy::print_stdout, reason = "the table is what this program is for")]
 pub(crate) fn run(device: &Device, ceiling: f64) -> Result<()> {
-    let cfg = config()?;
-    let (tensors, bytes) = weights(&cfg)?;
-    let model = Transformer::new(&cfg, None, checkpoint(tensors, device))?;
-    let each = bytes as f64 / LAYERS as f64;
+    let mut models = Vec::new();
+    for layers in LAYERS {
+        let cfg = config(layers)?;
+        let (tensors, bytes) = weights(&cfg)?;
+        let model = Transformer::new(&cfg, None, checkpoint(tensors, device))?;
+        models.push((model, cfg, bytes as f64));
+    }
+    let [(few, few_cfg, few_bytes), (many, many_cfg, many_bytes)] = &models[..] else {
+        return Ok(());
+    };
+    let row = |name: &str, context: usize, seconds: f64, bytes: f64| {
+        println!(
+            "| {name} | {context} | {:.1} | {:.0} GB/s | {:.1} % |",
+            seconds * 1e6,
+            bytes / seconds / 1e9,
+            bytes / seconds / ceiling * 100.0
+        );
+    };
     println!(
         "\ndecoder layers of the released shapes, 1 token, {EXPERTS} experts instead of 384, {:.0} MB of \
          weights a layer\n\n| step | context | µs a layer | rate | of ceiling |\n| --- | ---: | ---: | ---: | ---: |",
-        each / 1e6
+        few_bytes / LAYERS[0] as f64 / 1e6
     );
+    let layers = LAYERS[0] as f64;
     for context in [4096usize, 65_536] {
-        for replay in [false, true] {
-            let seconds = step(&model, &cfg, context, replay)? / LAYERS as f64;
-            println!(
-                "| {} | {context} | {:.1} | {:.0} GB/s | {:.1} % |",
-                if replay { "replayed" } else { "launched" },
-                seconds * 1e6,
-                each / seconds / 1e9,
-                each / seconds / ceiling * 100.0
-            );
-        }
+        let launched = step(few, few_cfg, context, false)?;
+        row("launched", context, launched / layers, few_bytes / layers);
+        let replayed = step(few, few_cfg, context, true)?;
+        row("replayed", context, replayed / layers, few_bytes / layers);
+        let more = (LAYERS[1] - LAYERS[0]) as f64;
+        let reading = (step(many, many_cfg, context, true)? - replayed) / more;
+        row(
+            "replayed, a layer more",
+            context,
+            reading,
+            (many_bytes - few_bytes) / more,
+        );
     }
     Ok(())
 }
@@ -176,6 +195,11 @@ fn step(model: &Transformer, cfg: &Config, context: usize, replay: bool) -> Resu
         let out = model.forward(&batch, &mut state)?;
         out.logits.flatten_all()?.to_vec1::<f32>()?;
         times.push(start.elapsed().as_secs_f64());
+    }
+    if replay && state.replayed() * 2 < times.len() as u64 {
+        return Err(deepseek_v41::Error::Unsupported {
+            what: "replaying steps: launched ones were measured".into(),
+        });
     }
     times.sort_by(f64::total_cmp);
     Ok(times[times.len() / 2])

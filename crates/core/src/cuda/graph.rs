@@ -3,7 +3,7 @@
 use std::{
     collections::HashMap,
     fmt,
-    sync::{Mutex, OnceLock},
+    sync::{Arc, Mutex, OnceLock},
 };
 
 use candle_core::{
@@ -11,7 +11,10 @@ use candle_core::{
     cuda_backend::cudarc::driver::{CudaGraph, sys},
 };
 
-use super::{driver, lock};
+use super::{
+    driver, lock,
+    scratch::{Capturing, Scratch, join},
+};
 use crate::Result;
 
 /// Users of each stream, by its handle.
@@ -51,6 +54,8 @@ impl Drop for StreamUser {
 /// Captured launches with the addresses they were captured with.
 pub struct Graph {
     graph: CudaGraph,
+    /// Where its intermediate results are; goes after the graph.
+    _scratch: Option<Arc<Scratch>>,
 }
 
 // SAFETY: a graph may be used from any thread, one at a time; the only method takes it mutably.
@@ -68,8 +73,10 @@ impl Graph {
     /// Captures what `work` launches on the stream of `dev`, without running it; `None` while the stream
     /// has another [`StreamUser`].
     ///
-    /// Memory that `work` allocates is the graph's, and must be free again when it returns. An operation
-    /// that copies from the host is refused: a replay would read what is long gone.
+    /// Memory that `work` allocates is the graph's, and must be free again when it returns. With `scratch` it is
+    /// taken there, and launches may begin while the one ahead still runs: see
+    /// [`OVERLAPPING`](super::kernels::OVERLAPPING). An operation that copies from the host is refused: a
+    /// replay would read what is long gone.
     ///
     /// # Errors
     /// Those of `work`, or the driver cannot capture it; nothing has run then.
@@ -79,6 +86,7 @@ impl Graph {
     /// whenever the graph is launched.
     pub unsafe fn capture(
         dev: &CudaDevice,
+        scratch: Option<&Arc<Scratch>>,
         work: impl FnOnce() -> Result<()>,
     ) -> Result<Option<Self>> {
         let stream = dev.cuda_stream();
@@ -89,13 +97,19 @@ impl Graph {
         {
             return Ok(None);
         }
-        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        // Allocations on the scratch's stream are not part of the capture, and a stricter mode might refuse them.
+        let mode = match scratch {
+            Some(_) => sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED,
+            None => sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL,
+        };
         stream
             .begin_capture(mode)
             .map_err(|e| driver("graph capture", e))?;
         // With it candle refuses copies from the host, as nothing was cached for them before.
         let refusing = dev.enable_cuda_graph_htod_cache();
-        let done = work();
+        let capturing = Capturing::new(scratch);
+        let done = work().and_then(|()| join());
+        let settled = capturing.finish();
         drop(refusing);
         // A release that the capture refused is recorded in the context and would be reported by the next
         // call, whatever that is.
@@ -104,9 +118,13 @@ impl Graph {
         let graph = stream.end_capture(flags);
         done?;
         released.map_err(|e| driver("graph capture", e))?;
+        settled.map_err(|e| driver("graph capture", e))?;
         let graph = graph.map_err(|e| driver("graph capture", e))?;
         drop(users);
-        Ok(graph.map(|graph| Self { graph }))
+        Ok(graph.map(|graph| Self {
+            graph,
+            _scratch: scratch.cloned(),
+        }))
     }
 
     /// Puts the captured work on the stream it was captured on.

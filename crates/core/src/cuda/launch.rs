@@ -1,14 +1,15 @@
 //! One kernel launch: arguments in the order of the kernel's signature, sizes checked to fit their type.
 
-use std::marker::PhantomData;
+use std::{ffi::c_void, marker::PhantomData};
 
-use candle_core::{
-    CudaDevice,
-    cuda_backend::cudarc::driver::{DeviceRepr, LaunchConfig, PushKernelArg},
-};
+use candle_core::{CudaDevice, cuda_backend::cudarc::driver::sys};
 use deepseek_v41_kernels::Module;
 
-use super::{Ptr, Scope, driver, function};
+use super::{
+    Ptr, Scope, driver,
+    modules::{cluster_of, kernel, switched_on},
+    scratch::captured_stream,
+};
 use crate::{Error, Result};
 
 /// The widest y and z dimension of a grid.
@@ -21,6 +22,7 @@ pub struct Launch<'a> {
     name: &'static str,
     args: Vec<Arg>,
     too_large: Option<usize>,
+    cluster: usize,
     borrows: PhantomData<&'a ()>,
 }
 
@@ -32,16 +34,24 @@ enum Arg {
     I64(i64),
     U64(u64),
     F32(f32),
-    Scopes(Words<12>),
+    /// A struct of twelve words.
+    Scopes([u64; 12]),
 }
 
-/// A struct that a kernel takes by value.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Words<const N: usize>([u64; N]);
-
-// SAFETY: plain words without padding, passed by value.
-unsafe impl<const N: usize> DeviceRepr for Words<N> {}
+impl Arg {
+    /// Where the driver reads it from.
+    fn address(&self) -> *mut c_void {
+        let at: *const c_void = match self {
+            Self::Ptr(v) | Self::U64(v) => (&raw const *v).cast(),
+            Self::I32(v) => (&raw const *v).cast(),
+            Self::U32(v) => (&raw const *v).cast(),
+            Self::I64(v) => (&raw const *v).cast(),
+            Self::F32(v) => (&raw const *v).cast(),
+            Self::Scopes(v) => (&raw const *v).cast(),
+        };
+        at.cast_mut()
+    }
+}
 
 impl<'a> Launch<'a> {
     /// Kernel `name` of `module`.
@@ -52,6 +62,7 @@ impl<'a> Launch<'a> {
             name,
             args: Vec::with_capacity(26),
             too_large: None,
+            cluster: 1,
             borrows: PhantomData,
         }
     }
@@ -114,7 +125,14 @@ impl<'a> Launch<'a> {
                 None => self.too_large = Some(scope.n),
             }
         }
-        self.push(Arg::Scopes(Words(words)))
+        self.push(Arg::Scopes(words))
+    }
+
+    /// In clusters of `size` neighbouring blocks, which the grid's width is a multiple of.
+    #[must_use]
+    pub fn clusters(mut self, size: usize) -> Self {
+        self.cluster = size;
+        self
     }
 
     fn push(mut self, arg: Arg) -> Self {
@@ -190,32 +208,44 @@ impl<'a> Launch<'a> {
                 available,
             });
         }
-        let function = function(self.dev, self.module, self.name, shared)?;
-        let stream = self.dev.cuda_stream();
-        let mut builder = stream.launch_builder(&function);
-        for arg in &self.args {
-            match arg {
-                Arg::Ptr(v) | Arg::U64(v) => builder.arg(v),
-                Arg::I32(v) => builder.arg(v),
-                Arg::U32(v) => builder.arg(v),
-                Arg::I64(v) => builder.arg(v),
-                Arg::F32(v) => builder.arg(v),
-                Arg::Scopes(v) => builder.arg(v),
-            };
+        let kernel = kernel(self.dev, self.module, self.name, shared)?;
+        let captured = captured_stream();
+        let overlaps = kernel.overlaps && captured.is_some();
+        let stream = captured.unwrap_or_else(|| self.dev.cuda_stream());
+        let failed = |e| driver(self.name, e);
+        stream.context().bind_to_thread().map_err(failed)?;
+        let mut attributes = Vec::with_capacity(3);
+        if self.cluster > 1 {
+            attributes.push(cluster_of(self.cluster));
         }
-        let config = LaunchConfig {
-            grid_dim: (grid.0 as u32, grid.1 as u32, grid.2 as u32),
-            block_dim: (block as u32, 1, 1),
-            shared_mem_bytes: shared as u32,
+        if cooperative {
+            attributes.push(switched_on(
+                sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_COOPERATIVE,
+            ));
+        }
+        if overlaps {
+            attributes.push(switched_on(
+                sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            ));
+        }
+        let mut args: Vec<_> = self.args.iter().map(Arg::address).collect();
+        let config = sys::CUlaunchConfig {
+            gridDimX: grid.0 as u32,
+            gridDimY: grid.1 as u32,
+            gridDimZ: grid.2 as u32,
+            blockDimX: block as u32,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: shared as u32,
+            hStream: stream.cu_stream(),
+            attrs: attributes.as_mut_ptr(),
+            numAttrs: attributes.len() as u32,
         };
-        // SAFETY: the caller's promise.
+        let function = kernel.function.cu_function();
+        // SAFETY: the caller's promise; arguments and attributes are read before the call returns.
         let started = unsafe {
-            match cooperative {
-                true => builder.launch_cooperative(config),
-                false => builder.launch(config),
-            }
+            sys::cuLaunchKernelEx(&config, function, args.as_mut_ptr(), std::ptr::null_mut())
         };
-        started.map_err(|e| driver(self.name, e))?;
-        Ok(())
+        started.result().map_err(failed)
     }
 }

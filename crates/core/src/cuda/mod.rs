@@ -6,7 +6,7 @@
 //!
 //! What is global is what the driver's objects are: loaded modules and their kernels, one entry for each GPU and
 //! module (loading one twice would cost its upload again and gain nothing), what is known of each opened
-//! device, and the number of [`StreamUser`]s of each stream.
+//! device, and the number of [`StreamUser`]s of each stream. A thread knows whether its launches are captured.
 
 mod device;
 mod graph;
@@ -15,6 +15,7 @@ mod mapped;
 mod modules;
 pub mod ops;
 mod scope;
+mod scratch;
 mod staged;
 mod tensors;
 
@@ -27,13 +28,14 @@ use candle_core::cuda_backend::cudarc::driver::DriverError;
 pub use deepseek_v41_kernels as kernels;
 
 pub(crate) use self::device::open;
-use self::modules::function;
 pub use self::{
     device::{capability, is_hopper, multiprocessors, open_baseline},
     graph::{Graph, StreamUser},
     launch::{Launch, MAX_GRID_YZ},
     mapped::Mapped,
+    modules::clusters_at_once,
     scope::Scope,
+    scratch::{Scratch, beside, join},
     staged::Staged,
     tensors::{Held, Out, Ptr, bf16_weight, bytes_to_device, contiguous, fits_bf16},
 };

@@ -11,7 +11,7 @@ use candle_core::{
     op::BackpropOp,
 };
 
-use super::driver;
+use super::{driver, scratch::taken};
 use crate::{Error, Result};
 
 /// The address of elements on the device, valid while what it was borrowed from lives.
@@ -135,10 +135,13 @@ impl<T: CudaDType + DeviceRepr + ValidAsZeroBits + 'static> Out<T> {
     /// # Errors
     /// [`Error::Device`]: the memory is full.
     pub fn new(dev: &CudaDevice, len: usize) -> Result<Self> {
-        // SAFETY: every element is written by the launch that the output is made for, or is padding that
-        // nothing reads.
-        let slice = unsafe { dev.cuda_stream().alloc::<T>(len.max(1)) }
-            .map_err(|e| driver("allocation", e))?;
+        let slice = match taken(len.max(1))? {
+            Some(slice) => slice,
+            // SAFETY: every element is written by the launch that the output is made for, or is padding that
+            // nothing reads.
+            None => unsafe { dev.cuda_stream().alloc::<T>(len.max(1)) }
+                .map_err(|e| driver("allocation", e))?,
+        };
         Ok(Self {
             slice,
             dev: dev.clone(),
@@ -150,6 +153,7 @@ impl<T: CudaDType + DeviceRepr + ValidAsZeroBits + 'static> Out<T> {
     /// # Errors
     /// [`Error::Device`]: the memory is full.
     pub fn zeros(dev: &CudaDevice, len: usize) -> Result<Self> {
+        // A captured step's own memory too: a graph sets no other.
         let slice = dev
             .cuda_stream()
             .alloc_zeros::<T>(len.max(1))

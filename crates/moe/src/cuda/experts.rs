@@ -102,12 +102,13 @@ impl DeviceExperts {
         routing: &Routing,
         limit: f32,
     ) -> Result<(Out<bf16>, Out<i32>)> {
-        let dev = device(&xs.values)?;
+        let values = &xs.exact()?;
+        let dev = device(values)?;
         let (t, _) = routing.experts.dims2()?;
         let hopper = self.format == WeightFormat::Fp4 && is_hopper(dev)?;
         match hopper && t > MANY {
-            true => self.many(dev, &xs.values, routing, limit),
-            false => self.any(dev, &xs.values, routing, limit),
+            true => self.many(dev, values, routing, limit),
+            false => self.any(dev, values, routing, limit),
         }
     }
 

@@ -4,7 +4,7 @@ use candle_core::{DType, Device, Tensor};
 use deepseek_v41_core::{
     Result,
     cuda::{
-        Held, Launch, Out, kernels,
+        Held, Launch, Out, beside, kernels,
         ops::{device, supported},
     },
 };
@@ -23,6 +23,8 @@ pub(crate) struct DeviceGate {
     bias_vl: Option<Tensor>,
     /// `[1]` u32, zero between launches.
     counter: Tensor,
+    /// `[E]` f32, of one token.
+    logits: Tensor,
 }
 
 impl DeviceGate {
@@ -43,6 +45,7 @@ impl DeviceGate {
             weight: Tensor::from_raw_buffer(weight, DType::BF16, &[e, dim], device)?,
             bias: f32s(bias)?,
             counter: Tensor::zeros(1, DType::U32, device)?,
+            logits: Tensor::zeros(e, DType::F32, device)?,
             bias_vl: bias_vl.map(f32s).transpose()?,
         }))
     }
@@ -57,7 +60,8 @@ impl DeviceGate {
     ) -> Result<Routing> {
         let mask = image_mask.filter(|_| self.bias_vl.is_some());
         if xs.dim(0)? == 1 && chosen.is_none() {
-            return self.route_one(xs, mask, p);
+            // Beside the shared expert: `moe` joins.
+            return beside(&[xs], || self.route_one(xs, mask, p));
         }
         let logits = quant::wide_product(xs, &self.weight)?;
         topk_gate(&logits, &self.bias, self.bias_vl.as_ref(), mask, chosen, p)
@@ -83,7 +87,6 @@ impl DeviceGate {
             xs.contiguous()?,
             image_mask.map(Tensor::contiguous).transpose()?,
         );
-        let logits = Out::<f32>::new(dev, e)?;
         let weights = Out::<f32>::new(dev, k)?;
         let experts = Out::<u32>::new(dev, k)?;
         let launch = Launch::new(dev, kernels::TOPK_GATE, "gate_one")
@@ -101,7 +104,7 @@ impl DeviceGate {
                     .map(|m| Held::new(m, OP).ptr::<u8>())
                     .transpose()?,
             )
-            .ptr(logits.ptr())
+            .ptr(Held::new(&self.logits, OP).ptr::<f32>()?)
             .ptr(Held::new(&self.counter, OP).ptr::<u32>()?)
             .ptr(weights.ptr())
             .ptr(experts.ptr())
@@ -114,7 +117,7 @@ impl DeviceGate {
             .f32(p.route_scale);
         // SAFETY: an input of `dim`, E rows of it, biases [E], the rest [k]; the counter is zero, as every
         // launch leaves it, and launches are ordered by the stream.
-        unsafe { launch.launch((e.div_ceil(4), 1, 1), 128, 4 * e)? };
+        unsafe { launch.launch((e.div_ceil(4), 1, 1), 128, 8 * e)? };
         Ok(Routing {
             weights: weights.into_tensor((1, k))?,
             experts: experts.into_tensor((1, k))?,
@@ -186,7 +189,7 @@ pub(crate) fn topk_gate(
         .int(usize::from(p.norm_topk_prob))
         .f32(p.route_scale);
     // SAFETY: logits [T, E], biases [E], mask [T], the rest [T, k]; a block a token.
-    unsafe { launch.launch((t, 1, 1), 128, 4 * e)? };
+    unsafe { launch.launch((t, 1, 1), 128, 8 * e)? };
     Ok(Routing {
         weights: weights.into_tensor((t, k))?,
         experts: experts.into_tensor((t, k))?,

@@ -82,11 +82,11 @@ impl DeviceExperts {
         Ok((y, g.inverse))
     }
 
-    /// One token on Hopper, all experts here: no grouping, and the shared expert's output added.
+    /// One token `xs: [1, dim]` on Hopper, all experts here: no grouping, and the shared expert's output added.
     pub(super) fn one(
         &self,
         dev: &CudaDevice,
-        (codes, scales): (&Tensor, &Tensor),
+        xs: &Tensor,
         routing: &Routing,
         common: &Tensor,
         limit: f32,
@@ -100,8 +100,7 @@ impl DeviceExperts {
         let y = Out::<bf16>::new(dev, k * dim)?;
         let out = Out::<bf16>::new(dev, dim)?;
         let launch = Launch::new(dev, kernels::EXPERTS_ONE_SM90, "experts_one")
-            .ptr(Held::new(codes, OP).ptr::<u8>()?)
-            .ptr(Held::new(scales, OP).ptr::<u8>()?)
+            .ptr(Held::new(xs, OP).ptr::<bf16>()?)
             .ptr(chosen)
             .ptr(Held::new(&routing.weights, OP).ptr::<f32>()?)
             .ptr(self.weight(0)?)
@@ -123,7 +122,7 @@ impl DeviceExperts {
             .int(n)
             .f32(limit);
         let grid = (2 * multiprocessors(dev)?, 1, 1);
-        // SAFETY: one token's codes and scales, all experts' weights, h [k, inter], y [k, dim], out [dim]; two
+        // SAFETY: one token, all experts' weights, h [k, inter], y [k, dim], out [dim]; two
         // blocks of this much shared memory fit a multiprocessor. Launches, which leave the counter as they
         // need it, are ordered by the stream.
         unsafe { launch.launch_cooperative(grid, 256, self.one_shared())? };

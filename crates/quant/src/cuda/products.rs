@@ -1,10 +1,16 @@
 //! Launches of the products, by storage and by the number of tokens.
 
-use candle_core::{CudaDevice, DType, Tensor};
+use candle_core::{
+    CudaDevice, DType, Tensor,
+    cuda_backend::{
+        CudaDType,
+        cudarc::driver::{DeviceRepr, ValidAsZeroBits},
+    },
+};
 use deepseek_v41_core::{
     Result,
     cuda::{
-        Held, Launch, Out, Ptr,
+        Held, Launch, Out, Ptr, clusters_at_once,
         kernels::{self, Module},
         multiprocessors,
         ops::device,
@@ -12,7 +18,7 @@ use deepseek_v41_core::{
 };
 use half::bf16;
 
-use super::DeviceCodes;
+use super::{Activation, DeviceCodes, Form};
 
 /// The kernels of one storage, by tokens and by row tiles of a block.
 pub(super) struct Family {
@@ -45,24 +51,29 @@ const BF16_F32: Family = family!(BF16_LINEAR, "bf16_linear_f32");
 
 /// Sizes of a product: `x [m, groups * k]`, `w [groups, n, k]` → `y [m, groups * n]`.
 #[derive(Clone, Copy)]
-struct Sizes {
-    m: usize,
-    n: usize,
-    k: usize,
-    groups: usize,
+pub(super) struct Sizes {
+    pub(super) m: usize,
+    pub(super) n: usize,
+    pub(super) k: usize,
+    pub(super) groups: usize,
 }
 
+/// `xs` times weights in the storage of `family`, to elements `T`, on any device.
+///
 /// # Safety
-/// The pointers hold what [`Sizes`] says, in the storage of `family`; scales where it has them.
-unsafe fn product(
-    dev: &CudaDevice,
+/// The pointers hold what [`Sizes`] says, in that storage; scales where it has them.
+unsafe fn product<T: CudaDType + DeviceRepr + ValidAsZeroBits + 'static>(
+    xs: &Tensor,
     family: &Family,
-    x: Ptr<'_>,
     w: Ptr<'_>,
     s: Ptr<'_>,
-    y: Ptr<'_>,
-    Sizes { m, n, k, groups }: Sizes,
-) -> Result<()> {
+    (n, k, groups): (usize, usize, usize),
+) -> Result<Tensor> {
+    const OP: &str = "linear";
+    let xs = xs.contiguous()?;
+    let dev = device(&xs)?;
+    let m = xs.elem_count() / (groups * k).max(1);
+    let y = Out::<T>::new(dev, m * groups * n)?;
     // More row tiles leave fewer warps to split a long K.
     let wide = usize::from(k <= 2048);
     let (name, tokens, tiles) = match m {
@@ -71,16 +82,18 @@ unsafe fn product(
         _ => (family.names[4], 32, 2),
     };
     let launch = Launch::new(dev, family.module, name)
-        .ptr(x)
+        .ptr(Held::new(&xs, OP).ptr::<bf16>()?)
         .ptr(w)
         .ptr(s)
-        .ptr(y)
+        .ptr(y.ptr())
         .int(m)
         .int(n)
         .int(k);
     let grid = (n.div_ceil(16 * tiles), m.div_ceil(tokens), groups);
-    // SAFETY: the caller's promise about sizes; the grid covers N in row tiles and M in tokens.
-    unsafe { launch.launch(grid, 256, 0) }
+    // SAFETY: the caller's promise about the weight; x is [m, groups * k], the output [m, groups * n]; the grid
+    // covers N in row tiles and M in tokens.
+    unsafe { launch.launch(grid, 256, 0)? };
+    y.into_tensor(out_shape(&xs, groups * n))
 }
 
 /// From this many tokens on cuBLAS multiplies bf16 weights, and a Hopper kernel fp8 ones.
@@ -89,53 +102,213 @@ pub(super) const MANY: usize = 64;
 /// Tokens up to which Hopper's kernels for few tokens take a linear layer, and its activations as codes.
 pub(super) const FEW: usize = 16;
 
-const FEW_NAMES: [[&str; 3]; 4] = [
-    ["fp8_few_k1_m1", "fp8_few_k1_m8", "fp8_few_k1_m16"],
-    ["fp8_few_k2_m1", "fp8_few_k2_m8", "fp8_few_k2_m16"],
-    ["fp8_few_k4_m1", "fp8_few_k4_m8", "fp8_few_k4_m16"],
-    ["fp8_few_k8_m1", "fp8_few_k8_m8", "fp8_few_k8_m16"],
+/// A form of the kernels for few tokens.
+struct Few {
+    /// Tokens that it takes.
+    tokens: usize,
+    /// Kernels of tokens as codes, and as they are.
+    names: [&'static str; 2],
+    /// Blocks that share a tile, most of them.
+    split: usize,
+    /// Bytes of the rings of weights.
+    ring: usize,
+}
+
+const FEW_FORMS: [Few; 3] = [
+    Few {
+        tokens: 1,
+        names: ["fp8_few_m1", "fp8_few_plain_m1"],
+        split: 6,
+        ring: 4 * 16_384,
+    },
+    Few {
+        tokens: 8,
+        names: ["fp8_few_m8", "fp8_few_plain_m8"],
+        split: 5,
+        ring: 5 * 16_384,
+    },
+    Few {
+        tokens: FEW,
+        names: ["fp8_few_m16", "fp8_few_plain_m16"],
+        split: 5,
+        ring: 5 * 16_384,
+    },
 ];
 
+/// What a kernel for few tokens reads.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Reads {
+    Codes,
+    /// bf16 values, which it multiplies as they are.
+    Plain,
+    /// One token of bf16 values, which it quantises.
+    Raw,
+    /// One token of an expert's gate and up values.
+    Swiglu,
+}
+
+/// A kernel for few tokens as it is to be launched.
+struct FewPlan {
+    name: &'static str,
+    grid: (usize, usize, usize),
+    split: usize,
+    shared: usize,
+}
+
+impl FewPlan {
+    /// For these sizes.
+    ///
+    /// A tile of 128 rows is shared by as many blocks as all are at work at once: another round of blocks
+    /// costs as much as the first. Clusters of six fill a multiprocessor's neighbourhood only where three
+    /// blocks share it, clusters of eight pay where there are few tiles.
+    fn new(dev: &CudaDevice, sizes: Sizes, reads: Reads) -> Result<Self> {
+        let Sizes { m, n, k, groups } = sizes;
+        let form = FEW_FORMS
+            .iter()
+            .find(|form| m <= form.tokens)
+            .unwrap_or(&FEW_FORMS[2]);
+        let name = match reads {
+            Reads::Codes => form.names[0],
+            Reads::Plain => form.names[1],
+            Reads::Raw => "fp8_few_raw_m1",
+            Reads::Swiglu => "fp8_few_swiglu_m1",
+        };
+        let (tiles, stages) = (n.div_ceil(128), k.div_ceil(128));
+        let shared = |split: usize| {
+            let groups = 4 * stages.div_ceil(split);
+            let token = if reads == Reads::Plain { 68 } else { 36 };
+            form.ring + groups * (token * form.tokens + 16) + (48 * form.tokens).max(128)
+        };
+        let at_once = |split: usize| {
+            let block = (256, shared(split));
+            clusters_at_once(dev, kernels::FP8_FEW_SM90, name, split, block)
+        };
+        let mut split = 0;
+        if stages >= 8 && 2 * tiles * groups <= at_once(8)? {
+            split = 8;
+        }
+        for fewer in (1..=form.split.min(stages)).rev() {
+            if split == 0 && tiles * groups <= at_once(fewer)? {
+                split = fewer;
+            }
+        }
+        // More tiles than the device holds: one block each, if there is room for all of its tokens' columns.
+        if split == 0 {
+            split = 1;
+            while split < 8 && at_once(split)? == 0 {
+                split += 1;
+            }
+        }
+        Ok(Self {
+            name,
+            grid: (tiles * split, groups, 1),
+            split,
+            shared: shared(split),
+        })
+    }
+}
+
 /// fp8 weights and few tokens on Hopper: codes on both sides, widened to f16 on the way to the tensor core,
-/// in which their products are exact.
+/// in which their products are exact. `None` for tokens that are neither codes nor one.
 pub(crate) fn few_product(
-    values: &Tensor,
-    codes: &Tensor,
-    scales: &Tensor,
+    xs: &Activation,
     w: &DeviceCodes,
     (m, n, k): (usize, usize, usize),
-) -> Result<Tensor> {
+) -> Result<Option<Tensor>> {
     const OP: &str = "linear";
+    let values = &xs.values;
     let dev = device(values)?;
-    let (slot, tokens) = match m {
-        0..=1 => (0, 1),
-        2..=8 => (1, 8),
-        _ => (2, 16),
-    };
-    // Enough rows fill the device; fewer are split over K, for many rows of several tokens in fewer parts.
-    // 16 tokens of a long K need the split for room.
-    let (parts, split) = match n {
-        16_384.. if tokens == 16 && k > 4096 => (1, 2),
-        16_384.. => (0, 1),
-        4096.. if tokens > 1 => (2, 4),
-        _ => (3, 8),
-    };
-    let groups = 4 * k.div_ceil(128).div_ceil(split);
+    let sizes = Sizes { m, n, k, groups: 1 };
     let y = Out::<bf16>::new(dev, m * n)?;
-    let launch = Launch::new(dev, kernels::FP8_FEW_SM90, FEW_NAMES[parts][slot])
-        .ptr(Held::new(codes, OP).ptr::<u8>()?)
-        .ptr(Held::new(scales, OP).ptr::<u8>()?)
+    let (weight, scales) = (
+        Held::new(&w.codes, OP).ptr::<u8>()?,
+        Held::new(&w.scales, OP).ptr::<u8>()?,
+    );
+    match &xs.form {
+        Form::Coded(codes, of_codes) if m <= FEW => {
+            let few = FewPlan::new(dev, sizes, Reads::Codes)?;
+            let launch = Launch::new(dev, kernels::FP8_FEW_SM90, few.name)
+                .ptr(Held::new(codes, OP).ptr::<u8>()?)
+                .ptr(Held::new(of_codes, OP).ptr::<u8>()?)
+                .ptr(weight)
+                .ptr(scales)
+                .ptr(y.ptr())
+                .int(m)
+                .int(n)
+                .int(k)
+                .clusters(few.split);
+            // SAFETY: codes [m, k] and weight [n, k] with their scales, the output [m, n]; a cluster of `split`
+            // blocks takes 128 rows.
+            unsafe { launch.launch(few.grid, 256, few.shared)? };
+        }
+        Form::Raw if m == 1 => {
+            let few = FewPlan::new(dev, sizes, Reads::Raw)?;
+            let launch = Launch::new(dev, kernels::FP8_FEW_SM90, few.name)
+                .ptr(Held::new(values, OP).ptr::<bf16>()?)
+                .ptr(weight)
+                .ptr(scales)
+                .ptr(y.ptr())
+                .int(m)
+                .int(n)
+                .int(k)
+                .clusters(few.split);
+            // SAFETY: as above, with a token of k values.
+            unsafe { launch.launch(few.grid, 256, few.shared)? };
+        }
+        _ => return Ok(None),
+    }
+    y.into_tensor(out_shape(values, n)).map(Some)
+}
+
+/// fp8 weights and one token's gate and up values, `[1, k]` bf16 each, on Hopper.
+pub(super) fn few_swiglu_product(
+    gate: &Tensor,
+    up: &Tensor,
+    w: &DeviceCodes,
+    (n, k): (usize, usize),
+    limit: f32,
+) -> Result<Tensor> {
+    const OP: &str = "swiglu";
+    let dev = device(gate)?;
+    let (m, groups) = (1, 1);
+    let few = FewPlan::new(dev, Sizes { m, n, k, groups }, Reads::Swiglu)?;
+    let y = Out::<bf16>::new(dev, n)?;
+    let launch = Launch::new(dev, kernels::FP8_FEW_SM90, few.name)
+        .ptr(Held::new(gate, OP).ptr::<bf16>()?)
+        .ptr(Held::new(up, OP).ptr::<bf16>()?)
         .ptr(Held::new(&w.codes, OP).ptr::<u8>()?)
         .ptr(Held::new(&w.scales, OP).ptr::<u8>()?)
         .ptr(y.ptr())
         .int(m)
         .int(n)
-        .int(k);
-    let shared = 4 * 18_432 + groups * (36 * tokens + 16) + (16 * tokens).max(128);
-    // SAFETY: codes [m, k] and weight [n, k] with their scales, the output [m, n]; a cluster of `split`
-    // blocks takes 128 rows.
-    unsafe { launch.launch((n.div_ceil(128) * split, 1, 1), 256, shared)? };
-    y.into_tensor(out_shape(values, n))
+        .int(k)
+        .f32(limit)
+        .clusters(few.split);
+    // SAFETY: gate and up [k], the weight [n, k] with its scales, the output [n].
+    unsafe { launch.launch(few.grid, 256, few.shared)? };
+    y.into_tensor((1, n))
+}
+
+/// fp8 weights and few tokens that are not quantised, on Hopper: `xs: [m, groups * k]`.
+pub(super) fn few_plain_product(xs: &Tensor, w: &DeviceCodes, sizes: Sizes) -> Result<Tensor> {
+    const OP: &str = "grouped linear";
+    let xs = xs.contiguous()?;
+    let dev = device(&xs)?;
+    let Sizes { m, n, k, groups } = sizes;
+    let few = FewPlan::new(dev, sizes, Reads::Plain)?;
+    let y = Out::<bf16>::new(dev, m * groups * n)?;
+    let launch = Launch::new(dev, kernels::FP8_FEW_SM90, few.name)
+        .ptr(Held::new(&xs, OP).ptr::<bf16>()?)
+        .ptr(Held::new(&w.codes, OP).ptr::<u8>()?)
+        .ptr(Held::new(&w.scales, OP).ptr::<u8>()?)
+        .ptr(y.ptr())
+        .int(m)
+        .int(n)
+        .int(k)
+        .clusters(few.split);
+    // SAFETY: tokens [m, groups * k], weights [groups, n, k] with their scales, the output [m, groups * n].
+    unsafe { launch.launch(few.grid, 256, few.shared)? };
+    y.into_tensor(out_shape(&xs, groups * n))
 }
 
 /// fp8 weights and many tokens, at the rate of Hopper's bf16 tensor core: the tokens are first laid out
@@ -200,34 +373,14 @@ pub(super) fn coded_product(
     xs: &Tensor,
     family: &Family,
     w: &DeviceCodes,
-    n: usize,
-    k: usize,
-    groups: usize,
+    (n, k, groups): (usize, usize, usize),
 ) -> Result<Tensor> {
-    const OP: &str = "linear";
-    let xs = xs.contiguous()?;
-    let dev = device(&xs)?;
-    let m = xs.elem_count() / (groups * k).max(1);
-    let y = Out::<bf16>::new(dev, m * groups * n)?;
-    let (x, c, s) = (
-        Held::new(&xs, OP),
-        Held::new(&w.codes, OP),
-        Held::new(&w.scales, OP),
+    let (c, s) = (
+        Held::new(&w.codes, "linear").ptr::<u8>()?,
+        Held::new(&w.scales, "linear").ptr::<u8>()?,
     );
-    let sizes = Sizes { m, n, k, groups };
-    // SAFETY: the weight was checked against its shape when it was made, the output is [m, groups * n].
-    unsafe {
-        product(
-            dev,
-            family,
-            x.ptr::<bf16>()?,
-            c.ptr::<u8>()?,
-            s.ptr::<u8>()?,
-            y.ptr(),
-            sizes,
-        )?
-    };
-    y.into_tensor(out_shape(&xs, groups * n))
+    // SAFETY: the weight was checked against its shape when it was made.
+    unsafe { product::<bf16>(xs, family, c, s, (n, k, groups)) }
 }
 
 pub(super) fn bf16_product(xs: &Tensor, w: &Tensor) -> Result<Tensor> {
@@ -249,28 +402,9 @@ pub(super) fn bf16_groups(
     k: usize,
     groups: usize,
 ) -> Result<Tensor> {
-    const OP: &str = "linear";
-    let xs = xs.contiguous()?;
-    let dev = device(&xs)?;
-    let m = xs.elem_count() / (groups * k).max(1);
-    let y = Out::<bf16>::new(dev, m * groups * n)?;
-    let (x, w) = (
-        Held::new(&xs, OP).ptr::<bf16>()?,
-        Held::new(w, OP).ptr::<bf16>()?,
-    );
-    // SAFETY: `w` is [groups * n, k], the output [m, groups * n].
-    unsafe {
-        product(
-            dev,
-            &BF16,
-            x,
-            w,
-            Ptr::NULL,
-            y.ptr(),
-            Sizes { m, n, k, groups },
-        )?
-    };
-    y.into_tensor(out_shape(&xs, groups * n))
+    let w = Held::new(w, "linear").ptr::<bf16>()?;
+    // SAFETY: `w` is [groups * n, k].
+    unsafe { product::<bf16>(xs, &BF16, w, Ptr::NULL, (n, k, groups)) }
 }
 
 /// `xs: [.., k]` bf16 or f32, `w: [n, k]` bf16 or f32 → `[.., n]` f32. The kernel takes bf16 on both sides, whose products are exact in f32; anything else goes
@@ -279,7 +413,6 @@ pub(super) fn bf16_groups(
 /// # Errors
 /// Shapes that do not fit, or a failed launch.
 pub fn wide_product(xs: &Tensor, w: &Tensor) -> Result<Tensor> {
-    const OP: &str = "linear";
     let (n, k) = w.dims2()?;
     let m = xs.elem_count() / k.max(1);
     if xs.dtype() != DType::BF16 || w.dtype() != DType::BF16 || !k.is_multiple_of(32) {
@@ -289,24 +422,7 @@ pub fn wide_product(xs: &Tensor, w: &Tensor) -> Result<Tensor> {
             .matmul(&w.t()?)?
             .reshape(out_shape(xs, n))?);
     }
-    let xs = xs.contiguous()?;
-    let dev = device(&xs)?;
-    let y = Out::<f32>::new(dev, m * n)?;
-    let (x, w) = (
-        Held::new(&xs, OP).ptr::<bf16>()?,
-        Held::new(w, OP).ptr::<bf16>()?,
-    );
-    // SAFETY: `w` is [n, k], the output [m, n] of f32.
-    unsafe {
-        product(
-            dev,
-            &BF16_F32,
-            x,
-            w,
-            Ptr::NULL,
-            y.ptr(),
-            Sizes { m, n, k, groups: 1 },
-        )?
-    };
-    y.into_tensor(out_shape(&xs, n))
+    let w = Held::new(w, "linear").ptr::<bf16>()?;
+    // SAFETY: `w` is [n, k].
+    unsafe { product::<f32>(xs, &BF16_F32, w, Ptr::NULL, (n, k, 1)) }
 }
