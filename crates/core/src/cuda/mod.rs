@@ -8,6 +8,7 @@
 //! one twice would cost its upload again and gain nothing. Beside them only the number of [`StreamUser`]s
 //! is global.
 
+mod blas;
 mod device;
 mod graph;
 mod launch;
@@ -28,6 +29,7 @@ pub use deepseek_v41_kernels as kernels;
 pub(crate) use self::device::open;
 use self::modules::function;
 pub use self::{
+    blas::Blas,
     device::{capability, is_hopper, multiprocessors},
     graph::{Graph, StreamUser},
     launch::{Launch, MAX_GRID_YZ},

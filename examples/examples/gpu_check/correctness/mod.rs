@@ -5,6 +5,8 @@ mod engram;
 mod hyperconn;
 mod moe;
 mod quant;
+mod sampling;
+mod vision;
 
 use std::sync::Arc;
 
@@ -162,7 +164,7 @@ type Group = fn(&Device, &Random, &mut Report) -> Result<()>;
 
 /// Every operation, or those of the crate named by `only`.
 pub(crate) fn ops(gpu: &Device, only: &str, r: &mut Report) {
-    let groups: [(&str, Group); 7] = [
+    let groups: [(&str, Group); 9] = [
         ("core", core),
         ("quant", quant::quant),
         ("hyperconn", hyperconn::hyperconn),
@@ -170,6 +172,8 @@ pub(crate) fn ops(gpu: &Device, only: &str, r: &mut Report) {
         ("attention", attention::attention),
         ("index", attention::index),
         ("engram", engram::engram),
+        ("vision", vision::vision),
+        ("sampling", sampling::sampling),
     ];
     for (name, group) in groups {
         r.group(name, only, |r| group(gpu, &Random::new(20), r));
