@@ -8,7 +8,15 @@ use std::process::Command;
 use std::{env, fs};
 
 /// One folder per crate whose ops the kernels serve.
-const GROUPS: [&str; 6] = ["core", "quant", "moe", "attention", "hyperconn", "engram"];
+const GROUPS: [&str; 7] = [
+    "core",
+    "quant",
+    "moe",
+    "attention",
+    "hyperconn",
+    "engram",
+    "vision",
+];
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");

@@ -254,11 +254,10 @@ static void bench_small() {
     auto hw = rand_bf16((size_t)129280 * 5120, 0.05f);
     Dev<float> logits(129280);
     row("head", "M1 5120->129280 f32", graph_us([&](int) { launch("core/bf16_linear:bf16_linear_f32_m8_t1", dim3(8080, 1, 1), 256, 0, x.p, (uint8_t*)hw.p, (uint8_t*)nullptr, logits.p, 1, 129280, 5120); }, 4), 129280.0 * 5120 * 2, 0);
-    Dev<uint32_t> tok(1), cnt(1);
-    Dev<uint64_t> best(1);
-    cnt.zero();
-    best.zero();
-    row("sample", "greedy 129280", graph_us([&](int) { launch("core/sample", dim3(63, 1), 256, 0, logits.p, tok.p, best.p, cnt.p, 129280, 0.0f, (uint64_t)0, (uint64_t)0); }), 129280 * 4.0, 0);
+    Dev<uint32_t> tok(1);
+    Dev<uint64_t> work(2);
+    work.zero();
+    row("argmax", "129280", graph_us([&](int) { launch("core/argmax", dim3(63, 1), 256, 0, logits.p, tok.p, work.p, 129280); }), 129280 * 4.0, 0);
 }
 
 #include "bench_sm90.cuh"

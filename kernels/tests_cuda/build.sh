@@ -8,7 +8,7 @@ nvcc=${CUDA_HOME:?source the env.sh that install-cuda.sh wrote}/bin/nvcc
 mkdir -p "$out"
 common=(-O3 -std=c++17 --fatbin)
 headers=$(ls -t common/*.cuh attention/*.cuh hyperconn/*.cuh 2>/dev/null | head -1)
-for cu in {core,quant,moe,attention,hyperconn,engram}/*.cu; do
+for cu in {core,quant,moe,attention,hyperconn,engram,vision}/*.cu; do
     stem=$(basename "$cu" .cu)
     [ "$out/$stem.fatbin" -nt "$cu" ] && [ "$out/$stem.fatbin" -nt "$headers" ] && continue
     case $stem in

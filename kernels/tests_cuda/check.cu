@@ -289,7 +289,7 @@ int main(int argc, char** argv) {
     run("index", check_index);
     run("hyperconn", check_hyperconn);
     run("engram", check_engram);
-    run("sample", check_sample);
+    run("argmax", check_argmax);
     CUDA(cudaDeviceSynchronize());
     printf("%d checks, %d failed\n", g_checks, g_failed);
     return g_failed != 0;

@@ -106,7 +106,7 @@ fn sequences_with_pictures_stay_within_twice_the_noise_and_the_tower_to_the_bit(
                     equal as f64 >= 0.98 * all as f64,
                     "{case}: {equal} of {all} routes"
                 );
-                let (differing, values) = distance.picture_values;
+                let (differing, values) = distance.own_pictures.values;
                 assert!(differing == 0 && values > 0, "{case}: {differing}");
             }
         }

@@ -89,6 +89,7 @@ impl<'m> Run<'m> {
                 .collect(),
             logits: LogitRows::All,
             target_hidden: false,
+            best: false,
         };
         bits(
             &self

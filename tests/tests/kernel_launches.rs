@@ -186,6 +186,7 @@ fn arguments_are_those_of_the_kernels() {
             }
             (_, true, "up") => "experts_up_",
             (_, true, "down") => "experts_down_",
+            (.., "name") if file.contains("/vision/") => "vit_attention_",
             // `sparse_attn` takes D behind H, and the Hopper form does not.
             (_, _, "name") => {
                 for kernel in [

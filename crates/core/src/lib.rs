@@ -1,6 +1,7 @@
 #![doc = include_str!("../README.md")]
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
+mod argmax;
 pub mod comm;
 pub mod cpu;
 #[cfg(feature = "cuda")]
@@ -13,6 +14,7 @@ mod norm;
 mod rope;
 pub mod weights;
 
+pub use argmax::{Best, argmax, argmax_ref, best};
 pub use comm::{Comm, LocalComm, ThreadComm};
 pub use device::{open_device, upload};
 pub use device_error::DeviceError;

@@ -7,7 +7,7 @@ use deepseek_v41_core::Result;
 
 use crate::{
     DeepSeekV41, Event, FinishReason, GenerateOptions, Usage,
-    sampling::{Sampled, Sampler, TokenHistory},
+    sampling::{Rows, Sampled, Sampler, TokenHistory},
     speculative::{Proposal, SpeculationStats, accept},
     stop::{StopStrings, Stopped},
     text_stream::TextStream,
@@ -129,22 +129,25 @@ impl Continuation {
         }
     }
 
-    /// Chooses tokens from the logits after the last token that stands and after each draft behind
-    /// it: `rows[j]` is what follows `j` drafts. `verified` says how far it came, also after an error.
+    /// Chooses tokens from what follows the last token that stands and each draft behind it: row `j` is
+    /// what follows `j` drafts. `verified` says how far it came, also after an error.
     ///
     /// # Errors
     /// Logits from which nothing can be chosen, a hook's error, an id that is no token.
     pub(crate) fn verify(
         &mut self,
         proposal: &Proposal,
-        rows: &[Vec<f32>],
+        rows: &Rows,
         verified: &mut Verified,
     ) -> Result<()> {
         let drafts = proposal.tokens.len();
         let after_prompt = self.generated.is_empty();
-        let done = match self.sampler.params().temperature == 0.0 || drafts == 0 {
-            true => self.keep_equal(&proposal.tokens, rows, verified),
-            false => self.keep_accepted(proposal, rows, verified),
+        let greedy = self.sampler.params().temperature == 0.0;
+        let done = match rows {
+            Rows::Logits(rows) if !greedy && drafts > 0 => {
+                self.keep_accepted(proposal, rows, verified)
+            }
+            rows => self.keep_equal(&proposal.tokens, rows, verified),
         };
         if !after_prompt {
             self.stats.record(drafts, verified.kept);
@@ -153,18 +156,22 @@ impl Continuation {
     }
 
     /// Takes the target's own tokens as long as they are the drafts.
-    fn keep_equal(
-        &mut self,
-        drafts: &[u32],
-        rows: &[Vec<f32>],
-        verified: &mut Verified,
-    ) -> Result<()> {
-        for (j, row) in rows.iter().enumerate() {
-            let history = TokenHistory {
-                prompt: &self.prompt_ids,
-                generated: &self.generated,
+    fn keep_equal(&mut self, drafts: &[u32], rows: &Rows, verified: &mut Verified) -> Result<()> {
+        let len = match rows {
+            Rows::Logits(rows) => rows.len(),
+            Rows::Best(tokens) => tokens.len(),
+        };
+        for j in 0..len {
+            let sampled = match rows {
+                Rows::Best(tokens) => Sampled::plain(tokens[j]),
+                Rows::Logits(rows) => {
+                    let history = TokenHistory {
+                        prompt: &self.prompt_ids,
+                        generated: &self.generated,
+                    };
+                    self.sampler.sample(&rows[j], history)?
+                }
             };
-            let sampled = self.sampler.sample(row, history)?;
             if drafts.get(j) != Some(&sampled.token) {
                 verified.next = Some(sampled.token);
                 return self.take(sampled);

@@ -10,7 +10,8 @@ use crate::{
     DeepSeekV41, Prompt, Session,
     continuation::{Continuation, Verified},
     prompt::check_image_tokens,
-    sampling::{Sampled, Sampler, SamplingParams},
+    sampling::{Rows, Sampled, Sampler, SamplingParams},
+    session::Want,
     speculative::{
         DraftHead, DraftLength, PromptLookup, Proposal, ProposeContext, Proposer, SpeculationStats,
     },
@@ -302,14 +303,12 @@ impl<'s, 'm> Generation<'s, 'm> {
         }
         match self.prompt.take() {
             Some((ids, images)) => {
-                let Some(logits) = self.run_prompt(&ids, &images)? else {
+                let Some(rows) = self.run_prompt(&ids, &images)? else {
                     self.text.cancel();
                     return Ok(());
                 };
                 let mut verified = Verified::default();
-                let done = self
-                    .text
-                    .verify(&Proposal::default(), &[logits], &mut verified);
+                let done = self.text.verify(&Proposal::default(), &rows, &mut verified);
                 self.session.get().pending.extend(verified.next);
                 done
             }
@@ -317,15 +316,18 @@ impl<'s, 'm> Generation<'s, 'm> {
         }
     }
 
-    /// The logits after the prompt; `None` if the callback ended it before.
-    fn run_prompt(&mut self, ids: &[u32], images: &[ImageSpan]) -> Result<Option<Vec<f32>>> {
+    /// What follows the prompt; `None` if the callback ended it before.
+    fn run_prompt(&mut self, ids: &[u32], images: &[ImageSpan]) -> Result<Option<Rows>> {
         let (session, chunk) = (self.session.get(), self.text.options.prefill_chunk);
         let total = ids.len();
         let report = &mut self.on_prefill;
         let (proposer, sampler) = (&mut self.proposer, &mut self.text.sampler);
-        let want_hidden = proposer.as_ref().is_some_and(|p| p.needs_hidden());
+        let want = Want {
+            hidden: proposer.as_ref().is_some_and(|p| p.needs_hidden()),
+            best: session.chooses(sampler),
+        };
         if let (true, Some(proposer), Some(unseen)) =
-            (want_hidden, proposer.as_mut(), session.unseen.take())
+            (want.hidden, proposer.as_mut(), session.unseen.take())
         {
             proposer.propose(ProposeContext {
                 seq: session.seq,
@@ -339,7 +341,7 @@ impl<'s, 'm> Generation<'s, 'm> {
         }
         // From here on the caches hold them, or the sequence is broken.
         session.pending.clear();
-        session.run(ids, images, chunk, want_hidden, |session, done, out| {
+        let out = session.run(ids, images, chunk, want, |session, done, out| {
             if let Some(proposer) = proposer {
                 let ctx = ProposeContext {
                     seq: session.seq,
@@ -356,7 +358,8 @@ impl<'s, 'm> Generation<'s, 'm> {
                 Some(report) => report(done, total),
                 None => ControlFlow::Continue(()),
             })
-        })
+        })?;
+        out.map(|out| Rows::of(&out, 0, 1, want.best)).transpose()
     }
 
     /// One pass: the last token, and guesses after it.
@@ -366,13 +369,13 @@ impl<'s, 'm> Generation<'s, 'm> {
         let start = session.state.len(session.seq)?;
         let run = session.pending.len();
         let ids = [&session.pending[..], &proposal.tokens].concat();
-        let want_hidden = self.proposer.as_ref().is_some_and(|p| p.needs_hidden());
-        let out = session.verify(ids, want_hidden)?;
+        let want = Want {
+            hidden: self.proposer.as_ref().is_some_and(|p| p.needs_hidden()),
+            best: session.chooses(&self.text.sampler),
+        };
+        let out = session.verify(ids, want)?;
         session.pending.clear();
-        let rows = out
-            .logits
-            .narrow(0, run - 1, proposal.tokens.len() + 1)?
-            .to_vec2::<f32>()?;
+        let rows = Rows::of(&out, run - 1, proposal.tokens.len() + 1, want.best)?;
         let mut verified = Verified::default();
         let done = self.text.verify(&proposal, &rows, &mut verified);
         // The text is now its last run token, the drafts that stood, and perhaps one not run yet: also

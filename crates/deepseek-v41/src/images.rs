@@ -68,10 +68,8 @@ impl DeepSeekV41 {
 impl Vision {
     /// Loads `vision.*`, `aligner.*` and `image_*`; `None` for a configuration or a checkpoint without
     /// a tower.
-    ///
-    /// On the CPU, wherever the text model is: its rows go through the embedding, which is there too.
-    pub(crate) fn load(cfg: &Config, weights: &Weights) -> Result<Option<Self>> {
-        let vb = weights.var_builder(&Device::Cpu);
+    pub(crate) fn load(cfg: &Config, weights: &Weights, device: &Device) -> Result<Option<Self>> {
+        let vb = weights.var_builder(device);
         if !cfg.vision_enabled() || !VisionEncoder::is_present(&vb) {
             return Ok(None);
         }
@@ -122,10 +120,20 @@ impl Vision {
     /// tower.
     pub fn expand(&self, ids: &[u32], images: &[ImagePatches]) -> Result<ImagePrompt> {
         let expanded = expand_image_tokens(ids, self.image_token, images)?;
-        let spans = expanded.starts.iter().zip(images).map(|(start, image)| {
+        #[cfg(feature = "cuda")]
+        let _user = match self.encoder.vit().device() {
+            Device::Cuda(dev) => Some(deepseek_v41_core::cuda::StreamUser::new(dev)),
+            _ => None,
+        };
+        let rows = self.encoder.encode_all(images)?;
+        let spans = expanded.starts.iter().zip(images).zip(&rows);
+        let spans = spans.map(|((start, image), rows)| {
+            let rows = self.encoder.span_rows(&image.span_types(), rows)?;
             Ok(ImageSpan {
                 start: *start,
-                rows: self.encoder.encode_span(image)?,
+                // A prompt goes from thread to thread: what it holds must not be a device's, whose stream
+                // another thread may be capturing when this one lets it go.
+                rows: rows.to_device(&Device::Cpu)?,
             })
         });
         let images = spans.collect::<Result<_>>()?;

@@ -177,7 +177,7 @@ impl DeepSeekV41 {
             false => None,
         };
         #[cfg(feature = "vision")]
-        let vision = crate::Vision::load(&cfg, weights)?;
+        let vision = crate::Vision::load(&cfg, weights, &options.device)?;
         refuse_unexpected(weights)?;
         Ok(Self {
             transformer,

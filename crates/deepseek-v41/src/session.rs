@@ -9,7 +9,7 @@ use deepseek_v41_model::{
     SequenceId,
 };
 
-use crate::{DeepSeekV41, GenerateOptions, Generation, Prompt};
+use crate::{DeepSeekV41, GenerateOptions, Generation, Prompt, sampling::Sampler};
 
 /// One sequence and its caches. Generating appends to it, so a conversation goes on without reading
 /// its history again.
@@ -188,27 +188,34 @@ impl<'m> Session<'m> {
         Ok(Tensor::zeros((0, width), DType::BF16, device)?)
     }
 
+    /// Whether passes are to choose the most likely tokens themselves: off the CPU, where a row of logits
+    /// is a copy away.
+    pub(crate) fn chooses(&self, sampler: &Sampler) -> bool {
+        sampler.takes_best() && !self.model.transformer().device().is_cpu()
+    }
+
     /// Runs the last token of the text and guesses after it in one pass.
-    pub(crate) fn verify(&mut self, ids: Vec<u32>, want_hidden: bool) -> Result<ForwardOutput> {
+    pub(crate) fn verify(&mut self, ids: Vec<u32>, want: Want) -> Result<ForwardOutput> {
         let batch = ForwardBatch {
             chunks: vec![Chunk::text(self.seq, ids)],
             logits: LogitRows::All,
-            target_hidden: want_hidden,
+            target_hidden: want.hidden,
+            best: want.best,
         };
         self.model.transformer().forward(&batch, &mut self.state)
     }
 
-    /// Runs tokens in chunks of at most `chunk`, pictures uncut; returns the logits after the last
-    /// one, or `None` if `after` breaks off before it. `after` is called after every chunk with the number of
-    /// tokens run so far and what the pass gave (`hidden` only if `want_hidden`).
+    /// Runs tokens in chunks of at most `chunk`, pictures uncut; returns what the last pass gave, with one
+    /// row of logits, or `None` if `after` breaks off before it. `after` is called after every chunk with the
+    /// number of tokens run so far and what the pass gave.
     pub(crate) fn run(
         &mut self,
         ids: &[u32],
         images: &[ImageSpan],
         chunk: usize,
-        want_hidden: bool,
+        want: Want,
         mut after: impl FnMut(&mut Self, usize, &ForwardOutput) -> Result<ControlFlow<()>>,
-    ) -> Result<Option<Vec<f32>>> {
+    ) -> Result<Option<ForwardOutput>> {
         let mut at = 0;
         loop {
             let end = chunk_end(at, ids.len(), chunk, images);
@@ -224,23 +231,33 @@ impl<'m> Session<'m> {
                 } else {
                     LogitRows::None
                 },
-                target_hidden: want_hidden,
+                target_hidden: want.hidden,
+                best: want.best && last,
             };
             let out = self.model.transformer().forward(&batch, &mut self.state)?;
             at = end;
             let flow = after(self, at, &out)?;
             if last {
-                let rows = out.logits.to_vec2::<f32>()?;
-                let row = rows.into_iter().next();
-                return row.map(Some).ok_or_else(|| {
-                    Error::value("prompt", "has no tokens, so there is nothing to continue")
-                });
+                let nothing = "has no tokens, so there is nothing to continue";
+                return match out.logits.dims()[0] {
+                    0 => Err(Error::value("prompt", nothing)),
+                    _ => Ok(Some(out)),
+                };
             }
             if flow.is_break() {
                 return Ok(None);
             }
         }
     }
+}
+
+/// What a pass is asked for beside logits.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Want {
+    /// What the draft head reads.
+    pub(crate) hidden: bool,
+    /// The most likely tokens.
+    pub(crate) best: bool,
 }
 
 /// Where a chunk that begins at `at` ends: after `chunk` tokens, or later if that would cut a span.

@@ -60,6 +60,8 @@ pub struct ForwardBatch {
     pub logits: LogitRows,
     /// Whether to return what the draft head needs.
     pub target_hidden: bool,
+    /// Whether to return the most likely token of each row.
+    pub best: bool,
 }
 
 impl ForwardBatch {
@@ -85,4 +87,7 @@ pub struct ForwardOutput {
     /// `[T, targets * dim]` bf16 when asked for: for each draft target layer in order, the mean over
     /// the copies of its input stream.
     pub target_hidden: Option<Tensor>,
+    /// `[rows]` u32 when asked for: codes of the most likely tokens, as [`argmax`](deepseek_v41_core::argmax)
+    /// gives them.
+    pub best: Option<Tensor>,
 }

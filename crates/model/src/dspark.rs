@@ -1,15 +1,18 @@
 //! DSpark: draft heads that propose a block of tokens from the backbone's hidden states.
 
+mod choose;
+
 use std::sync::Arc;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{Device, Tensor};
 use deepseek_v41_attention::{
     ChunkSpec, DSparkAttention, DraftChunk, DraftPlan, DraftRopes, LayerRole,
 };
-use deepseek_v41_core::{Comm, Error, LocalComm, Result, RmsNorm, Rope, VarBuilder};
+use deepseek_v41_core::{Comm, Error, LocalComm, Result, RmsNorm, Rope, VarBuilder, best};
 use deepseek_v41_hyperconn::{Flow, HyperConn, PreMix, Site, hc_expand, hc_pre};
 use deepseek_v41_quant::{Linear, WeightFormat};
 
+pub use self::choose::most_likely;
 use crate::{
     Config, ModelState, Probe, SequenceId, Transformer, block::FeedForward, embed::Embedding,
     probe::NoProbe, transformer::pooled, wave,
@@ -37,8 +40,8 @@ pub struct DSpark {
 struct Hidden {
     /// `[blocks * block_size, dim]`, collapsed but not normed.
     xs: Tensor,
-    /// `[blocks * block_size][vocab_size]`, without the bias of the token before.
-    logits: Vec<Vec<f32>>,
+    /// `[blocks * block_size, vocab_size]` f32, without the bias of the token before.
+    logits: Tensor,
 }
 
 #[derive(Debug)]
@@ -68,7 +71,7 @@ pub struct DraftRequest {
 pub struct Draft {
     /// Proposed tokens, `[block_size]`, to follow the request's `next`.
     pub tokens: Vec<u32>,
-    /// The logits each was chosen from, `[block_size][vocab_size]`.
+    /// The logits each was chosen from, `[block_size][vocab_size]`; empty where a GPU chose.
     pub logits: Vec<Vec<f32>>,
     /// Confidence of each position, `[block_size]`: a logit; its sigmoid is the probability that the
     /// token is accepted if all before it were.
@@ -167,6 +170,27 @@ impl DSpark {
         self.tokens(requests, hidden, choose)
     }
 
+    /// [`DSpark::draft`] with the most likely token at every position, the lowest among equals.
+    ///
+    /// On a GPU positions follow each other without a word to the host, and tokens and confidences alone
+    /// come back.
+    ///
+    /// # Errors
+    /// As [`DSpark::draft`]; [`Error::Value`] for logits from which nothing can be chosen.
+    pub fn draft_best(
+        &self,
+        requests: &[DraftRequest],
+        target_hidden: &Tensor,
+        state: &mut ModelState,
+    ) -> Result<Vec<Option<Draft>>> {
+        if self.markov_embed.is_on_device() {
+            let hidden = self.hidden(requests, target_hidden, state, None)?;
+            return self.best_tokens(requests, hidden);
+        }
+        let mut choose = |_: usize, _: usize, logits: &[f32]| most_likely(best(logits));
+        self.draft(requests, target_hidden, state, &mut choose)
+    }
+
     /// [`DSpark::draft`] under observation; draft layers follow the backbone's in number.
     ///
     /// # Errors
@@ -209,7 +233,7 @@ impl DSpark {
             return Ok(None);
         }
         let xs = self.blocks(requests, &plan, &ropes, state, probe)?;
-        let logits = self.head.forward(&self.norm.forward(&xs)?)?.to_vec2()?;
+        let logits = self.head.forward(&self.norm.forward(&xs)?)?;
         Ok(Some(Hidden { xs, logits }))
     }
 
@@ -289,70 +313,6 @@ impl DSpark {
         }
         let (stream, carried) = flow.finish()?;
         hc_pre(&stream, &carried)
-    }
-
-    /// The embeddings `[blocks, rank]` of the tokens `before`, and in `bias` what they add to the logits,
-    /// `[blocks * vocab_size]`.
-    fn bias(&self, before: &[u32], bias: &mut Vec<f32>) -> Result<Tensor> {
-        let embed = self.markov_embed.forward(before)?;
-        if embed.device().is_cpu() {
-            let values = embed.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?;
-            bias.resize(before.len() * self.cfg.vocab_size, 0.0);
-            self.markov_head
-                .forward_values_f32(&values, before.len(), bias)?;
-        } else {
-            *bias = self.markov_head.forward(&embed)?.flatten_all()?.to_vec1()?;
-        }
-        Ok(embed)
-    }
-
-    /// Chooses the tokens of all blocks, position by position: each position's logits get a bias
-    /// from the token before it.
-    fn tokens(
-        &self,
-        requests: &[DraftRequest],
-        hidden: Option<Hidden>,
-        choose: &mut ChooseToken<'_>,
-    ) -> Result<Vec<Option<Draft>>> {
-        let Some(Hidden { xs, mut logits }) = hidden else {
-            return Ok(vec![None; requests.len()]);
-        };
-        let size = self.block_size();
-        let mut before: Vec<u32> = requests.iter().filter_map(|r| r.next).collect();
-        let blocks = before.len();
-        let drafting: Vec<usize> = (0..requests.len())
-            .filter(|i| requests[*i].next.is_some())
-            .collect();
-        let mut tokens = vec![Vec::with_capacity(size); blocks];
-        let mut embeds = Vec::with_capacity(size);
-        let mut bias = Vec::new();
-        for i in 0..size {
-            embeds.push(self.bias(&before, &mut bias)?);
-            for (b, bias) in bias.chunks_exact(self.cfg.vocab_size).enumerate() {
-                let row = &mut logits[b * size + i];
-                row.iter_mut().zip(bias).for_each(|(l, b)| *l += b);
-                before[b] = choose(drafting[b], i, row)?;
-                tokens[b].push(before[b]);
-            }
-        }
-        // `[size, blocks, rank]` → the rows' own order, block by block.
-        let embeds = Tensor::stack(&embeds, 1)?.flatten(0, 1)?;
-        let hidden = Tensor::cat(&[&xs, &embeds], 1)?;
-        let confidence = self
-            .confidence
-            .forward(&hidden)?
-            .flatten_all()?
-            .to_vec1::<f32>()?;
-        let mut drafts = vec![None; requests.len()];
-        let mut logits = logits.into_iter();
-        for (b, tokens) in tokens.into_iter().enumerate() {
-            drafts[drafting[b]] = Some(Draft {
-                tokens,
-                logits: logits.by_ref().take(size).collect(),
-                confidence: confidence[b * size..(b + 1) * size].to_vec(),
-            });
-        }
-        Ok(drafts)
     }
 }
 

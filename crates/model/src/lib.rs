@@ -23,7 +23,7 @@ mod wave;
 pub use batch::{Chunk, ForwardBatch, ForwardOutput, ImageSpan, LogitRows};
 pub use checkpoint::refuse_unexpected;
 pub use config::{Config, IndexKeys, LinearDtype};
-pub use dspark::{ChooseToken, DSpark, Draft, DraftRequest};
+pub use dspark::{ChooseToken, DSpark, Draft, DraftRequest, most_likely};
 pub use layer_plan::{KvSource, LayerPlan, PlannedLayer};
 pub use probe::{Probe, ProbePoint};
 pub use state::{Limits, ModelState, Restored, SequenceId};

@@ -10,7 +10,7 @@ use std::sync::{Arc, Weak};
 
 use candle_core::{CudaDevice, DType, Device, Tensor};
 use deepseek_v41_core::{
-    Error, Result,
+    Error, Result, argmax,
     cuda::{Graph, Scratch, Staged},
 };
 
@@ -51,6 +51,7 @@ struct Kept {
     inputs: Staged,
     logits: Tensor,
     target_hidden: Option<Tensor>,
+    best: Option<Tensor>,
 }
 
 impl Default for Replays {
@@ -113,7 +114,8 @@ impl StepInputs {
         {
             return None;
         }
-        let mut layout = vec![self.plan.tokens, usize::from(batch.target_hidden)];
+        let asked = [batch.target_hidden, batch.best].map(usize::from);
+        let mut layout = vec![self.plan.tokens, asked[0], asked[1]];
         for plan in &self.plan.compress {
             let one_sequence = plan.spans.windows(2).all(|s| s[0].base == s[1].base);
             layout.extend([plan.columns as usize, usize::from(one_sequence)]);
@@ -207,9 +209,16 @@ impl Transformer {
         let target_hidden = (batch.target_hidden && width > 0)
             .then(|| zeros(width, DType::BF16))
             .transpose()?;
+        let best = batch
+            .best
+            .then(|| Tensor::zeros(t, DType::U32, &self.device))
+            .transpose()?;
         let work = || {
             let output = self.compute(batch, state, &inputs, &mut NoProbe)?;
             logits.slice_set(&output.logits, 0, 0)?;
+            if let Some(best) = &best {
+                best.slice_set(&argmax(&output.logits)?, 0, 0)?;
+            }
             match (&target_hidden, &output.target_hidden) {
                 (Some(kept), Some(own)) => kept.slice_set(own, 0, 0)?,
                 (None, None) => {}
@@ -228,6 +237,7 @@ impl Transformer {
             inputs: staged,
             logits,
             target_hidden,
+            best,
         }))
     }
 }
@@ -238,6 +248,7 @@ impl Kept {
         Ok(ForwardOutput {
             logits: self.logits.copy()?,
             target_hidden: self.target_hidden.as_ref().map(Tensor::copy).transpose()?,
+            best: self.best.as_ref().map(Tensor::copy).transpose()?,
         })
     }
 }

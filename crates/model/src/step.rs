@@ -179,6 +179,7 @@ impl Transformer {
         Ok(ForwardOutput {
             logits: self.logits(rows, &passed.stream, &passed.carried)?,
             target_hidden: passed.target_hidden,
+            best: None,
         })
     }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use candle_core::Device;
 use deepseek_v41_attention::{AttnPlan, ChunkSpec, plan::check_chunks};
 use deepseek_v41_core::{
-    Comm, Error, Fingerprint, LocalComm, Result, RmsNorm, Rope, VarBuilder, cpu, upload,
+    Comm, Error, Fingerprint, LocalComm, Result, RmsNorm, Rope, VarBuilder, argmax, cpu, upload,
 };
 use deepseek_v41_engram::{Engram, EngramHashes, EngramLayout, NgramWindow, TokenMap, engram_hash};
 use deepseek_v41_quant::{Linear, WeightFormat};
@@ -177,7 +177,7 @@ impl Transformer {
             None => self.parts(batch, &chunks, &masks),
             Some(_) => None,
         };
-        let output = match parts {
+        let mut output = match parts {
             Some(parts) => {
                 let inputs = self.parts_inputs(batch, state)?;
                 begin(batch, state)?;
@@ -194,6 +194,9 @@ impl Transformer {
                 }
             }
         };
+        if batch.best && output.best.is_none() {
+            output.best = Some(argmax(&output.logits)?);
+        }
         for (chunk, mask) in batch.chunks.iter().zip(&masks) {
             let sequence = state.sequence_mut(chunk.seq)?;
             sequence.append(&chunk.token_ids, mask.as_deref());
@@ -232,6 +235,10 @@ impl Transformer {
             logits: upload(Vec::<f32>::new(), (0, self.cfg.vocab_size), &self.device)?,
             target_hidden: hidden
                 .then(|| upload(Vec::<bf16>::new(), (0, width), &self.device))
+                .transpose()?,
+            best: batch
+                .best
+                .then(|| upload(Vec::<u32>::new(), 0, &self.device))
                 .transpose()?,
         })
     }

@@ -120,6 +120,7 @@ impl<'m> History<'m> {
             chunks: chunks.iter().map(chunk).collect(),
             logits: LogitRows::All,
             target_hidden: true,
+            best: false,
         };
         let out = self
             .small

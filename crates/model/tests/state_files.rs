@@ -155,6 +155,7 @@ fn pictures_and_stale_keys_come_back_as_well() {
             }],
             logits: LogitRows::Last,
             target_hidden: false,
+            best: false,
         };
         let mut state = small.state(limits(KvFormat::Packed));
         let seq = state.create().expect("a slot");

@@ -10,7 +10,7 @@ use bytes::Bytes;
 use candle_core::{Device, Tensor};
 use deepseek_v41_core::cpu::Bf16Rows;
 use deepseek_v41_testing::{random_bf16, with_threads};
-use deepseek_v41_vision::ops::{Linear, full_attention};
+use deepseek_v41_vision::ops::{Linear, PatchRuns, full_attention};
 
 /// Operations of a turn: a quarter of a second or so.
 const TURN: f64 = 4e10;
@@ -75,10 +75,11 @@ fn linear(rows: usize, k: usize, n: usize) -> Case {
 fn attention(patches: usize) -> Case {
     let qkv = random_bf16(patches * 3 * 1024, 1.0, 2);
     let qkv = Tensor::from_vec(qkv, (patches, 3, 16, 64), &Device::Cpu).unwrap();
+    let runs = PatchRuns::one(patches, &Device::Cpu).unwrap();
     Case {
         name: format!("attention, 16 heads of 64, {patches} patches"),
         operations: (4 * patches * patches * 1024) as f64,
-        run: Box::new(move || drop(black_box(full_attention(&qkv).unwrap()))),
+        run: Box::new(move || drop(black_box(full_attention(&qkv, &runs).unwrap()))),
     }
 }
 

@@ -14,7 +14,7 @@ use deepseek_v41_testing::random_bf16;
 use deepseek_v41_vision::{
     Aligner, GridConfig, ImageProcessor, Limits, RgbImage, VisionBlock, VisionConfig, fit_to_grid,
     normalise,
-    ops::{Rope2d, full_attention},
+    ops::{PatchRuns, Rope2d, full_attention},
     plan_image_grid,
 };
 use image::{ExtendedColorType, ImageEncoder, codecs::jpeg::JpegEncoder};
@@ -189,11 +189,12 @@ fn tower(c: &mut Criterion) {
         let xs = random_bf16(n * dim, 1.0, 3);
         let xs = Tensor::from_vec(xs, (n, dim), &Device::Cpu).unwrap();
         let table = rope.table(side, side);
+        let runs = PatchRuns::one(n, &Device::Cpu).unwrap();
         let linear = 2 * n * dim * (4 * dim + 3 * inter);
         let attention = 4 * n * n * dim;
         group.throughput(Throughput::Elements((linear + attention) as u64));
         group.bench_function(format!("block/n={n}"), |b| {
-            b.iter(|| block.forward(black_box(&xs), &table).unwrap());
+            b.iter(|| block.forward(black_box(&xs), &table, &runs).unwrap());
         });
         let qkv = Tensor::from_vec(
             random_bf16(n * 3 * dim, 1.0, 4),
@@ -203,7 +204,7 @@ fn tower(c: &mut Criterion) {
         let qkv = qkv.unwrap();
         group.throughput(Throughput::Elements(attention as u64));
         group.bench_function(format!("attention/n={n}"), |b| {
-            b.iter(|| full_attention(black_box(&qkv)).unwrap());
+            b.iter(|| full_attention(black_box(&qkv), &runs).unwrap());
         });
     }
     let aligner = Aligner::new(&cfg, vb).unwrap();

@@ -5,7 +5,7 @@ use deepseek_v41_core::{Result, VarBuilder};
 
 use crate::{
     VisionConfig,
-    ops::{Linear, gelu, merge_cells},
+    ops::{Linear, Products, gelu, merge_cells},
 };
 
 /// Joins cells of patches and projects them to the text model's width: `w2(gelu(w1(cell)))`.
@@ -22,9 +22,14 @@ impl Aligner {
     /// # Errors
     /// A weight is missing or does not fit the configuration.
     pub fn new(cfg: &VisionConfig, vb: VarBuilder) -> Result<Self> {
+        let products = Products::new(vb.device())?;
+        Self::with(cfg, vb, &products)
+    }
+
+    pub(crate) fn with(cfg: &VisionConfig, vb: VarBuilder, products: &Products) -> Result<Self> {
         Ok(Self {
-            w1: Linear::new(cfg.cell_dim(), cfg.dim, true, vb.pp("w1"))?,
-            w2: Linear::new(cfg.dim, cfg.dim, true, vb.pp("w2"))?,
+            w1: Linear::with(cfg.cell_dim(), cfg.dim, true, vb.pp("w1"), products)?,
+            w2: Linear::with(cfg.dim, cfg.dim, true, vb.pp("w2"), products)?,
             ratio: cfg.grid.downsample_ratio,
         })
     }
@@ -36,7 +41,16 @@ impl Aligner {
     ///
     /// Reference: `Aligner.forward`.
     pub fn forward(&self, features: &Tensor, n_h: usize, n_w: usize) -> Result<Tensor> {
-        let cells = merge_cells(features, n_h, n_w, self.ratio)?;
-        self.w2.forward(&gelu(&self.w1.forward(&cells)?)?)
+        self.project(&self.cells(features, n_h, n_w)?)
+    }
+
+    /// `[n_h * n_w, vision_dim]` → `[rows * cols, cell_dim]`.
+    pub(crate) fn cells(&self, features: &Tensor, n_h: usize, n_w: usize) -> Result<Tensor> {
+        merge_cells(features, n_h, n_w, self.ratio)
+    }
+
+    /// `[n, cell_dim]` → `[n, dim]`.
+    pub(crate) fn project(&self, cells: &Tensor) -> Result<Tensor> {
+        self.w2.forward(&gelu(&self.w1.forward(cells)?)?)
     }
 }

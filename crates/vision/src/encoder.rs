@@ -1,9 +1,9 @@
 //! Tower, aligner and the rows a span puts into the text model's embeddings.
 
 use candle_core::{DType, Tensor};
-use deepseek_v41_core::{Error, Result, VarBuilder};
+use deepseek_v41_core::{Error, Result, VarBuilder, upload};
 
-use crate::{Aligner, ImagePatches, TokenType, VisionConfig, Vit};
+use crate::{Aligner, ImagePatches, TokenType, VisionConfig, Vit, ops::Products};
 
 /// Everything of a checkpoint that has to do with pictures.
 #[derive(Debug, Clone)]
@@ -23,10 +23,11 @@ impl VisionEncoder {
     /// The configuration is impossible, or a weight is missing or does not fit it.
     pub fn new(cfg: &VisionConfig, vb: VarBuilder) -> Result<Self> {
         cfg.validate()?;
+        let products = Products::new(vb.device())?;
         let row = |name: &str| vb.tensor(name, DType::BF16, &[cfg.dim]);
         Ok(Self {
-            vit: Vit::new(cfg, vb.pp("vision"))?,
-            aligner: Aligner::new(cfg, vb.pp("aligner"))?,
+            vit: Vit::with(cfg, vb.pp("vision"), &products)?,
+            aligner: Aligner::with(cfg, vb.pp("aligner"), &products)?,
             delimiters: Tensor::stack(
                 &[
                     row("image_start")?,
@@ -88,19 +89,48 @@ impl VisionEncoder {
     /// # Errors
     /// Patches made for another patch size or downsample ratio.
     pub fn encode(&self, image: &ImagePatches) -> Result<Tensor> {
-        if (image.rows(), image.cols())
-            != (
-                image.n_h().div_ceil(self.ratio),
-                image.n_w().div_ceil(self.ratio),
-            )
-        {
-            return Err(Error::shape(
-                "vision_encoder",
-                format!("expected {} patches a side of a cell", self.ratio),
-            ));
-        }
+        self.check(image)?;
         self.aligner
             .forward(&self.vit.forward(image)?, image.n_h(), image.n_w())
+    }
+
+    /// [`encode`](Self::encode) of several images, in order. On a GPU they share passes; no images give
+    /// none.
+    ///
+    /// # Errors
+    /// As for one; nothing is computed then.
+    pub fn encode_all(&self, images: &[ImagePatches]) -> Result<Vec<Tensor>> {
+        images.iter().try_for_each(|image| self.check(image))?;
+        let cells = self.vit.forward_all(images)?;
+        let cells = cells.iter().zip(images);
+        let cells = cells
+            .map(|(features, image)| self.aligner.cells(features, image.n_h(), image.n_w()))
+            .collect::<Result<Vec<_>>>()?;
+        if cells.is_empty() {
+            return Ok(Vec::new());
+        }
+        let rows = self.aligner.project(&Tensor::cat(&cells, 0)?)?;
+        let mut at = 0;
+        let own = cells.iter().map(|cells| {
+            let first = at;
+            at += cells.dims()[0];
+            Ok(rows.narrow(0, first, cells.dims()[0])?)
+        });
+        own.collect()
+    }
+
+    fn check(&self, image: &ImagePatches) -> Result<()> {
+        let cells = (
+            image.n_h().div_ceil(self.ratio),
+            image.n_w().div_ceil(self.ratio),
+        );
+        match (image.rows(), image.cols()) == cells {
+            true => Ok(()),
+            false => Err(Error::shape(
+                "vision_encoder",
+                format!("expected {} patches a side of a cell", self.ratio),
+            )),
+        }
     }
 
     /// The rows that overwrite the embeddings of a span: `types` as [`crate::span_types`] lists them,
@@ -142,8 +172,12 @@ impl VisionEncoder {
             })
             .collect::<Option<_>>()
             .ok_or_else(|| Error::value("image span", "a text position inside"))?;
-        let source = Tensor::cat(&[&self.delimiters, tokens], 0)?;
-        let rows = Tensor::from_vec(rows, types.len(), tokens.device())?;
+        if rows.is_empty() {
+            return Ok(self.delimiters.narrow(0, 0, 0)?);
+        }
+        let delimiters = self.delimiters.to_device(tokens.device())?;
+        let source = Tensor::cat(&[&delimiters, tokens], 0)?;
+        let rows = upload(rows, types.len(), tokens.device())?;
         Ok(source.index_select(&rows, 0)?)
     }
 

@@ -6,6 +6,9 @@ mod simd;
 
 mod aligner;
 mod config;
+#[cfg(feature = "cuda")]
+#[allow(unsafe_code, reason = "kernel launches")]
+mod cuda;
 mod encoder;
 mod error;
 mod grid;

@@ -10,7 +10,9 @@ use deepseek_v41_core::{Error, WeightError, Weights};
 use deepseek_v41_testing::{assert_bits_eq, random_bf16, seed_of, with_threads};
 use deepseek_v41_vision::{
     GridConfig, ImagePatches, TokenType, VisionConfig, VisionEncoder,
-    ops::{add, add_ref, gelu, gelu_ref, merge_cells, swiglu, swiglu_ref},
+    ops::{
+        PatchRuns, add, add_ref, full_attention, gelu, gelu_ref, merge_cells, swiglu, swiglu_ref,
+    },
 };
 use half::bf16;
 use proptest::prelude::*;
@@ -160,6 +162,59 @@ fn same_bits_for_any_number_of_threads() {
             &expected,
         );
     }
+}
+
+/// Several pictures in one call: the bits of each alone, in order; none give none, and one of another
+/// tower refuses all.
+#[test]
+fn several_pictures() {
+    let encoder = encoder(tensors(&config())).unwrap();
+    let images = [image(1, 1, 3), image(7, 5, 3), image(2, 9, 3)];
+    let together = encoder.encode_all(&images).unwrap();
+    assert_eq!(together.len(), images.len());
+    for (image, rows) in images.iter().zip(&together) {
+        assert_bits_eq(&values(rows), &values(&encoder.encode(image).unwrap()));
+        let features = encoder.vit().forward(image).unwrap();
+        let among = encoder.vit().forward_all(&images[..]).unwrap();
+        let at = images.iter().position(|i| i.n_h() == image.n_h()).unwrap();
+        assert_bits_eq(&values(&among[at]), &values(&features));
+    }
+    assert!(encoder.encode_all(&[]).unwrap().is_empty());
+    let [first, ..] = images;
+    let other = image(2, 2, 4);
+    assert!(encoder.encode_all(&[first, other]).is_err());
+}
+
+/// Runs of patches in one tensor attend within themselves.
+#[test]
+fn runs_of_patches() {
+    let device = &Device::Cpu;
+    let lens = [3, 0, 17, 1];
+    let qkv = Tensor::from_vec(random_bf16(21 * 3 * 2 * 8, 1.0, 9), (21, 3, 2, 8), device);
+    let qkv = qkv.unwrap();
+    let runs = PatchRuns::new(&lens, device).unwrap();
+    let out = values(&full_attention(&qkv, &runs).unwrap());
+    let mut at = 0;
+    for len in lens {
+        let own = qkv.narrow(0, at, len).unwrap();
+        let alone = full_attention(&own, &PatchRuns::one(len, device).unwrap()).unwrap();
+        assert_bits_eq(&out[at * 16..(at + len) * 16], &values(&alone));
+        at += len;
+    }
+    for lens in [vec![], vec![20], vec![21, 1]] {
+        let runs = PatchRuns::new(&lens, device).unwrap();
+        assert!(matches!(
+            full_attention(&qkv, &runs),
+            Err(Error::Shape {
+                op: "full_attention",
+                ..
+            })
+        ));
+    }
+    assert!(matches!(
+        PatchRuns::new(&[usize::MAX, 2], device),
+        Err(Error::Capacity { .. })
+    ));
 }
 
 #[test]

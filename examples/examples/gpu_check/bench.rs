@@ -4,6 +4,7 @@
 //! shows the host's time. The copy ceiling counts bytes read and written. Weights rotate through copies that together pass the level-2 cache.
 
 mod packed;
+mod vision;
 
 use std::{sync::Arc, time::Instant};
 
@@ -11,7 +12,7 @@ use candle_core::{DType, Device, Tensor};
 use deepseek_v41::{
     DeepSeekV41, LoadOptions, Result,
     attention::ops::{IndexSpan, KvScope, index_topk, sparse_attn},
-    core::{LocalComm, RmsNorm, rms_norm},
+    core::{LocalComm, RmsNorm, argmax, best, rms_norm},
     hyperconn::{Flow, HyperConn, HyperConnConfig, PreMix, Site},
     model::{ForwardBatch, Limits, ModelState},
     moe::{Moe, MoeConfig, ScoreFunc},
@@ -98,14 +99,19 @@ pub(crate) fn run(device: &Device, only: &str) -> Result<()> {
     }
     println!("| op | shape | µs | rate | of ceiling |\n| --- | --- | ---: | ---: | ---: |");
     let rng = Random::new(7);
-    if only == "packed" {
-        return packed::run(device, &rng, &top);
+    match only {
+        "packed" => return packed::run(device, &rng, &top),
+        "vision" => return vision::run(device, &rng, &top),
+        "sampling" => return sampling(device, &top),
+        _ => {}
     }
     linears(device, &rng, &top)?;
     rows(device, &rng, &top)?;
     experts(device, &rng, &top)?;
+    sampling(device, &top)?;
     attention(device, &rng, &top)?;
     packed::run(device, &rng, &top)?;
+    vision::run(device, &rng, &top)?;
     crate::layer::run(device, top.bytes)?;
     model(device)
 }
@@ -178,6 +184,26 @@ fn rows(device: &Device, rng: &Random, top: &Ceilings) -> Result<()> {
             bytes,
             top,
         );
+    }
+    Ok(())
+}
+
+/// A row of logits from where it is to a token on the host: all of it copied, or the token alone.
+fn sampling(device: &Device, top: &Ceilings) -> Result<()> {
+    let vocab = 129_280;
+    for rows in [1, 6] {
+        let logits = Tensor::randn(0f32, 3.0, (rows, vocab), device)?;
+        let bytes = || Work::Bytes((4 * rows * vocab) as f64);
+        let shape = format!("{rows}x{vocab}");
+        let seconds = time(device, 500, |_| argmax(&logits))?;
+        row("argmax", &shape, seconds, bytes(), top);
+        let seconds = time(device, 100, |_| Ok(argmax(&logits)?.to_vec1::<u32>()?))?;
+        row("argmax, read back", &shape, seconds, bytes(), top);
+        let seconds = time(device, 100, |_| {
+            let rows = logits.to_vec2::<f32>()?;
+            Ok(rows.iter().map(|row| best(row)).collect::<Vec<_>>())
+        })?;
+        row("logits to the host", &shape, seconds, bytes(), top);
     }
     Ok(())
 }

@@ -3,7 +3,7 @@
 //! ```text
 //! cargo run --release --features cuda --example gpu_check -- correctness [tests/data/golden [GROUP]]
 //! cargo run --release --features cuda --example gpu_check -- conformance [tests/data/golden]
-//! cargo run --release --features cuda --example gpu_check -- bench [layer | packed]
+//! cargo run --release --features cuda --example gpu_check -- bench [layer | packed | vision | sampling]
 //! ```
 //!
 //! `correctness` computes every operation on both devices from fresh random data, at odd shapes and at

@@ -6,6 +6,7 @@ use candle_core::Device;
 use deepseek_v41::{
     DeepSeekV41, Error, LoadOptions, Result,
     attention::KvFormat,
+    core::argmax_ref,
     model::{Chunk, ForwardBatch, Limits, LogitRows, ModelState},
 };
 
@@ -18,6 +19,8 @@ struct Run {
     rows: Vec<Vec<u32>>,
     replayed: u64,
     steps: usize,
+    /// Steps whose most likely tokens were not those of their logits.
+    choices_differ: usize,
 }
 
 /// Prompts, single tokens over several widths of the indexing passes, chunks of a few, two sequences in
@@ -37,11 +40,13 @@ fn script(model: &DeepSeekV41, replay: bool, kv_format: KvFormat) -> Result<Run>
     let (a, b) = (state.create()?, state.create()?);
     let mut rows = Vec::new();
     let mut steps = 0;
+    let mut choices_differ = 0;
     let mut step = |state: &mut ModelState, chunks: Vec<Chunk>, hidden: bool| -> Result<()> {
         let batch = ForwardBatch {
             chunks,
             logits: LogitRows::All,
             target_hidden: hidden,
+            best: !hidden,
         };
         let out = transformer.forward(&batch, state)?;
         let mut bits: Vec<u32> = out
@@ -54,6 +59,13 @@ fn script(model: &DeepSeekV41, replay: bool, kv_format: KvFormat) -> Result<Run>
         if let Some(hidden) = out.target_hidden {
             let hidden = hidden.flatten_all()?.to_vec1::<half::bf16>()?;
             bits.extend(hidden.into_iter().map(|v| u32::from(v.to_bits())));
+        }
+        if let Some(codes) = out.best {
+            bits.extend(codes.to_vec1::<u32>()?);
+            let logits = out.logits.to_vec2::<f32>()?;
+            bits.extend(logits.iter().map(|row| argmax_ref(row).code()));
+            let (own, of_host) = bits.split_at(bits.len() - logits.len());
+            choices_differ += usize::from(!own.ends_with(of_host));
         }
         rows.push(bits);
         steps += 1;
@@ -92,6 +104,7 @@ fn script(model: &DeepSeekV41, replay: bool, kv_format: KvFormat) -> Result<Run>
         replayed: state.replayed(),
         rows,
         steps,
+        choices_differ,
     })
 }
 
@@ -115,6 +128,8 @@ pub(crate) fn tiny(gpu: &Device, r: &mut Report) -> Result<()> {
         let differ = pairs.filter(|(a, b)| a != b).count();
         let shape = format!("{} of {} steps replayed", run.replayed, run.steps);
         r.error(name, &shape, differ as f64, 0.0);
+        let differ = launched.choices_differ + run.choices_differ;
+        r.error("most likely tokens of steps", &shape, differ as f64, 0.0);
         let differs = |differs: bool| f64::from(u8::from(differs));
         r.error(
             "the same file",
@@ -127,19 +142,20 @@ pub(crate) fn tiny(gpu: &Device, r: &mut Report) -> Result<()> {
             r.error("half of the steps replayed", &shape, differs(few), 0.0);
         }
     }
-    for replay in [false, true] {
-        let seconds = token(&model, replay)?;
+    for (replay, best) in [(false, false), (true, false), (true, true)] {
+        let seconds = token(&model, replay, best)?;
         println!(
-            "       tiny model, one token {}: {:.0} µs",
+            "       tiny model, one token {}, {} read back: {:.0} µs",
             if replay { "replayed" } else { "launched" },
+            if best { "the token" } else { "its logits" },
             seconds * 1e6
         );
     }
     Ok(())
 }
 
-/// Seconds of a step of one token after a prompt of 300, its logits read back.
-fn token(model: &DeepSeekV41, replay: bool) -> Result<f64> {
+/// Seconds of a step of one token after a prompt of 300; its logits read back, or the token alone.
+fn token(model: &DeepSeekV41, replay: bool, best: bool) -> Result<f64> {
     let transformer = model.transformer();
     let limits = Limits {
         max_len: 2048,
@@ -153,8 +169,15 @@ fn token(model: &DeepSeekV41, replay: bool) -> Result<f64> {
     let mut times = Vec::new();
     for i in 0..150 {
         let start = Instant::now();
-        let out = transformer.forward(&ForwardBatch::one(seq, vec![5 + i]), &mut state)?;
-        out.logits.flatten_all()?.to_vec1::<f32>()?;
+        let batch = ForwardBatch {
+            best,
+            ..ForwardBatch::one(seq, vec![5 + i])
+        };
+        let out = transformer.forward(&batch, &mut state)?;
+        match out.best {
+            Some(codes) => drop(codes.to_vec1::<u32>()?),
+            None => drop(out.logits.flatten_all()?.to_vec1::<f32>()?),
+        }
         times.push(start.elapsed().as_secs_f64());
     }
     times.sort_by(f64::total_cmp);

@@ -20,7 +20,10 @@ use deepseek_v41::{
     },
 };
 
-pub use self::{drafts::DraftDistance, pictures::PictureRows};
+pub use self::{
+    drafts::DraftDistance,
+    pictures::{PictureDistance, PictureRows},
+};
 use self::{
     drafts::{DraftPass, DraftSums},
     pictures::Pictures,
@@ -75,9 +78,8 @@ pub struct Distance {
     pub routes: (usize, usize),
     /// The draft head's blocks, where the recording has them.
     pub drafts: DraftDistance,
-    /// Values of picture rows, as the tower here makes them, that differ in a bit from those of the plain
-    /// run of the official code, and their number.
-    pub picture_values: (usize, usize),
+    /// Rows of pictures, as the tower here makes them.
+    pub own_pictures: PictureDistance,
 }
 
 /// A golden model, loaded.
@@ -122,7 +124,7 @@ impl GoldenModel {
             false => None,
         };
         let pictures = match cfg.vision_enabled() {
-            true => Some(Pictures::load(dir, &weights)?),
+            true => Some(Pictures::load(dir, &weights, device)?),
             false => None,
         };
         Ok(Self {
@@ -194,7 +196,7 @@ impl GoldenModel {
                     // All of them lie in the prompt.
                     images: match &self.pictures {
                         Some(all) if step == 0 => {
-                            all.spans(&self.expected, *row, pictures, &mut distance.picture_values)?
+                            all.spans(&self.expected, *row, pictures, &mut distance.own_pictures)?
                         }
                         _ => Vec::new(),
                     },

@@ -2,11 +2,11 @@
 
 use std::path::Path;
 
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 use deepseek_v41::{Error, Result, Weights, model::ImageSpan};
 use deepseek_v41_vision::{ImagePatches, VisionConfig, VisionEncoder};
-use half::bf16;
 
+use super::rel_rms;
 use crate::expected::Expected;
 
 /// Whose rows a picture is given to the text model as.
@@ -14,18 +14,24 @@ use crate::expected::Expected;
 pub enum PictureRows {
     /// Those of the run that was recorded, so that the text model is compared alone.
     Recorded,
-    /// Those of the tower here, which are compared bit for bit with the wide run's.
+    /// Those of the tower here, which are compared with the wide run's.
     Own,
 }
 
-impl PictureRows {
-    /// The run of `pictures.safetensors` they are compared with or taken from.
-    fn run(self) -> &'static str {
-        match self {
-            Self::Recorded => "avx2",
-            Self::Own => "wide",
-        }
-    }
+/// Runs of the official tower in `pictures.safetensors`: sums in f64, and two widths of vector code.
+const WIDE: &str = "wide";
+const VECTORED: [&str; 2] = ["avx2", "avx512"];
+/// The one whose rows the recorded models were given.
+const RECORDED: &str = VECTORED[0];
+
+/// How far picture rows, as the tower here makes them, are from those of the plain run of the official code.
+#[derive(Debug, Clone, Default)]
+pub struct PictureDistance {
+    /// Values that differ in a bit, and their number.
+    pub values: (usize, usize),
+    /// The relative rms of each picture's rows, and the largest such distance between two runs of the
+    /// official code.
+    pub pictures: Vec<(f64, f64)>,
 }
 
 /// A model's tower, and the rows that runs of the official code made.
@@ -40,11 +46,11 @@ pub(super) struct Pictures {
 
 impl Pictures {
     /// The tower of the checkpoint in `dir`, which lies in the golden data's directory.
-    pub(super) fn load(dir: &Path, weights: &Weights) -> Result<Self> {
+    pub(super) fn load(dir: &Path, weights: &Weights, device: &Device) -> Result<Self> {
         let config = vision_config(&dir.join("config.json"))?;
         let model = dir.file_name().unwrap_or_default().to_string_lossy();
         Ok(Self {
-            encoder: VisionEncoder::new(&config, weights.var_builder(&Device::Cpu))?,
+            encoder: VisionEncoder::new(&config, weights.var_builder(device))?,
             ratio: config.grid.downsample_ratio,
             rows: Expected::open(&dir.join("../pictures.safetensors"))?,
             model: model.into_owned(),
@@ -52,13 +58,13 @@ impl Pictures {
     }
 
     /// The spans of a sequence. What the tower here makes differently from the wide run is added to
-    /// `differing`.
+    /// `distance`.
     pub(super) fn spans(
         &self,
         expected: &Expected,
         row: usize,
         kind: PictureRows,
-        differing: &mut (usize, usize),
+        distance: &mut PictureDistance,
     ) -> Result<Vec<ImageSpan>> {
         let mut spans = Vec::new();
         for n in 0.. {
@@ -76,24 +82,33 @@ impl Pictures {
                     format!("laid out here as {types:?}"),
                 ));
             }
-            let official = |kind: PictureRows| {
-                let name = format!("{}.image.{row}.{n}.{}.tokens", self.model, kind.run());
+            let official = |run: &str| {
+                let name = format!("{}.image.{row}.{n}.{run}.tokens", self.model);
                 self.rows.tensor(&name, &Device::Cpu)
             };
-            let own = self.encoder.encode(&image)?;
-            let bits = |rows: &Tensor| -> Result<Vec<u16>> {
-                let values = rows.flatten_all()?.to_vec1::<bf16>()?;
-                Ok(values.into_iter().map(bf16::to_bits).collect())
+            let own = self.encoder.encode(&image)?.to_device(&Device::Cpu)?;
+            let floats = |rows: &Tensor| -> Result<Vec<f32>> {
+                Ok(rows.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?)
             };
-            let (got, want) = (bits(&own)?, bits(&official(PictureRows::Own)?)?);
-            if got.len() != want.len() {
-                let reason = format!("{} values against {} recorded ones", got.len(), want.len());
-                return Err(Error::shape("picture rows", reason));
-            }
-            differing.0 += got.iter().zip(&want).filter(|(a, b)| a != b).count();
-            differing.1 += got.len();
+            let wide = floats(&official(WIDE)?)?;
+            let got = floats(&own)?;
+            let differing = got.iter().zip(&wide);
+            let differing = differing.filter(|(a, b)| a.to_bits() != b.to_bits());
+            distance.values.0 += differing.count();
+            distance.values.1 += got.len();
+            let vectored = VECTORED
+                .map(official)
+                .into_iter()
+                .collect::<Result<Vec<_>>>()?;
+            let noise = [
+                rel_rms(&vectored[0], &wide)?,
+                rel_rms(&vectored[1], &wide)?,
+                rel_rms(&vectored[1], &floats(&vectored[0])?)?,
+            ];
+            let noise = noise.into_iter().fold(0.0, f64::max);
+            distance.pictures.push((rel_rms(&own, &wide)?, noise));
             let rows = match kind {
-                PictureRows::Recorded => official(kind)?,
+                PictureRows::Recorded => official(RECORDED)?,
                 PictureRows::Own => own,
             };
             spans.push(ImageSpan {

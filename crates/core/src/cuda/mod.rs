@@ -8,6 +8,7 @@
 //! module (loading one twice would cost its upload again and gain nothing), what is known of each opened
 //! device, and the number of [`StreamUser`]s of each stream. A thread knows whether its launches are captured.
 
+mod blas;
 mod device;
 mod graph;
 mod launch;
@@ -29,6 +30,7 @@ pub use deepseek_v41_kernels as kernels;
 
 pub(crate) use self::device::open;
 pub use self::{
+    blas::Blas,
     device::{capability, is_hopper, multiprocessors, open_baseline},
     graph::{Graph, StreamUser},
     launch::{Launch, MAX_GRID_YZ},

@@ -153,3 +153,27 @@ pub fn embedding(ids: &Tensor, table: &Tensor, copies: usize) -> Result<Tensor> 
     unsafe { launch.launch((t, 1, 1), 256, 0)? };
     out.into_tensor((t, copies, dim))
 }
+
+/// `logits: [R, vocab]` f32, neither 0 → [`argmax`](crate::argmax()) of each row.
+///
+/// # Errors
+/// More rows than a grid has, or a failed launch.
+pub fn argmax(logits: &Tensor) -> Result<Tensor> {
+    const OP: &str = "argmax";
+    let dev = device(logits)?;
+    let (rows, vocab) = logits.dims2()?;
+    let logits = logits.contiguous()?;
+    let out = Out::<u32>::new(dev, rows)?;
+    let work = Out::<i64>::zeros(dev, 2 * rows)?;
+    let l = Held::new(&logits, OP);
+    let launch = Launch::new(dev, kernels::ARGMAX, "argmax")
+        .ptr(l.ptr::<f32>()?)
+        .ptr(out.ptr())
+        .ptr(work.ptr())
+        .int(vocab);
+    let parts = (vocab / 2048).clamp(1, 64);
+    // SAFETY: R rows of the vocabulary in, R codes out, two zeroed words a row; the last block of a row
+    // writes its code.
+    unsafe { launch.launch((parts, rows, 1), 256, 0)? };
+    out.into_tensor(rows)
+}

@@ -1,8 +1,10 @@
 //! One pass: drafts for all, one forward pass, and each request's part of what came out.
 
+use std::ops::Range;
+
 use candle_core::{DType, Tensor};
 use deepseek_v41_core::Result;
-use deepseek_v41_model::{Chunk, ForwardBatch, LogitRows};
+use deepseek_v41_model::{Chunk, ForwardBatch, ForwardOutput, LogitRows};
 
 use super::{
     Engine, Update,
@@ -10,6 +12,7 @@ use super::{
 };
 use crate::{
     continuation::Verified,
+    sampling::Rows,
     session::spans_within,
     speculative::{DraftItem, Proposal, propose_all, schedule, sigmoid},
 };
@@ -90,6 +93,7 @@ impl<'m> Engine<'m> {
             chunks: parts.iter().map(|part| part.chunk.clone()).collect(),
             logits: LogitRows::Newest(rows),
             target_hidden: want_hidden,
+            best: planned.iter().any(|at| self.chooses(&self.running[*at])),
         };
         let out = self.model.transformer().forward(&batch, &mut self.state)?;
         self.stats.steps += 1;
@@ -98,13 +102,12 @@ impl<'m> Engine<'m> {
         let (mut row, mut token) = (0, 0);
         for part in &parts {
             let len = part.chunk.token_ids.len();
-            let logits = out.logits.narrow(0, row, len.min(rows))?;
             let hidden = out
                 .target_hidden
                 .as_ref()
                 .map(|h| h.narrow(0, token, len))
                 .transpose()?;
-            self.absorb(part, &logits, hidden)?;
+            self.absorb(part, &out, row..row + len.min(rows), hidden)?;
             row += len.min(rows);
             token += len;
         }
@@ -178,15 +181,26 @@ impl<'m> Engine<'m> {
         Ok(proposals)
     }
 
-    /// Takes a request's part of a pass: `logits` after its newest tokens, `hidden` of all of them.
-    fn absorb(&mut self, part: &Part, logits: &Tensor, hidden: Option<Tensor>) -> Result<()> {
+    /// Whether a pass is to choose a request's most likely tokens itself.
+    fn chooses(&self, job: &Job<'_>) -> bool {
+        job.text.sampler.takes_best() && !self.model.transformer().device().is_cpu()
+    }
+
+    /// Takes a request's part of a pass: the `rows` after its newest tokens, `hidden` of all of them.
+    fn absorb(
+        &mut self,
+        part: &Part,
+        out: &ForwardOutput,
+        rows: Range<usize>,
+        hidden: Option<Tensor>,
+    ) -> Result<()> {
+        let best = self.chooses(&self.running[part.at]);
         let job = &mut self.running[part.at];
         job.mark = None;
         let (ran, drafts) = (part.chunk.token_ids.len(), part.proposal.tokens.len());
         let mut kept = ran;
         if job.is_decoding() || job.ends_prompt(job.run + ran) {
-            let after = logits.dims()[0] - drafts - 1;
-            let rows = logits.narrow(0, after, drafts + 1)?.to_vec2::<f32>()?;
+            let rows = Rows::of(out, rows.end - drafts - 1, drafts + 1, best)?;
             let mut verified = Verified::default();
             job.error = job.text.verify(&part.proposal, &rows, &mut verified).err();
             job.extend();

@@ -2,7 +2,7 @@
 
 use std::{cmp::Ordering, collections::HashMap};
 
-use deepseek_v41_core::{Error, Result};
+use deepseek_v41_core::{Best, Error, Result, best};
 
 use super::{SamplingParams, TokenHistory};
 
@@ -10,44 +10,17 @@ use super::{SamplingParams, TokenHistory};
 ///
 /// Returns the index of the largest, the lowest among equals.
 pub(super) fn check(logits: &[f32]) -> Result<usize> {
-    let max = match largest(logits) {
-        Some(max) if max < f32::INFINITY => max,
-        _ => {
-            let bad = |v: &f32| v.is_nan() || *v == f32::INFINITY;
-            let i = logits.iter().position(bad).unwrap_or_default();
-            let v = logits.get(i).copied().unwrap_or(f32::NAN);
-            return Err(Error::value("logits", format!("{v} at token {i}")));
+    match best(logits) {
+        Best::Token(token) => Ok(token as usize),
+        Best::Unusable(i) => {
+            let v = logits.get(i as usize).copied().unwrap_or(f32::NAN);
+            Err(Error::value("logits", format!("{v} at token {i}")))
         }
-    };
-    let best = match max > f32::NEG_INFINITY {
-        true => logits.iter().position(|v| *v == max),
-        false => None,
-    };
-    best.ok_or_else(|| {
-        Error::value(
+        Best::Impossible => Err(Error::value(
             "logits",
             format!("no token of {} is possible", logits.len()),
-        )
-    })
-}
-
-/// The largest of `logits`, -inf for none; `None` if one of them is NaN. Side by side in sixteen lanes: as
-/// a vocabulary is long, and chosen from once a token.
-pub(crate) fn largest(logits: &[f32]) -> Option<f32> {
-    const LANES: usize = 16;
-    let (mut max, mut nan) = ([f32::NEG_INFINITY; LANES], [false; LANES]);
-    let (chunks, rest) = logits.as_chunks::<LANES>();
-    let mut tail = [f32::NEG_INFINITY; LANES];
-    tail[..rest.len()].copy_from_slice(rest);
-    for chunk in chunks.iter().chain([&tail]) {
-        for (v, (max, nan)) in chunk.iter().zip(max.iter_mut().zip(&mut nan)) {
-            // No comparison finds a NaN, and without this it would be skipped over.
-            *nan |= v.is_nan();
-            *max = if *v > *max { *v } else { *max };
-        }
+        )),
     }
-    let max = max.into_iter().fold(f32::NEG_INFINITY, f32::max);
-    (!nan.contains(&true)).then_some(max)
 }
 
 /// Bias, then penalties.

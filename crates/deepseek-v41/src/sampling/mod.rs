@@ -20,11 +20,12 @@
 
 mod filter;
 mod params;
+mod rows;
 mod sampler;
 
-pub(crate) use filter::largest;
 pub use filter::probs;
 pub use params::SamplingParams;
+pub(crate) use rows::Rows;
 pub use sampler::{LogitsHook, Sampled, Sampler, TokenLogprob};
 
 /// The tokens penalties look at.

@@ -45,6 +45,17 @@ pub struct Sampled {
     pub top_logprobs: Vec<TokenLogprob>,
 }
 
+impl Sampled {
+    /// A token of which nothing else was asked.
+    pub(crate) fn plain(token: u32) -> Self {
+        Self {
+            token,
+            logprob: None,
+            top_logprobs: Vec::new(),
+        }
+    }
+}
+
 /// Chooses the tokens of one sequence.
 ///
 /// Each sequence has its own: its random numbers then depend on its seed and length alone, and not on
@@ -155,6 +166,11 @@ impl Sampler {
         self.rng = mark;
     }
 
+    /// Whether it takes the most likely token and looks at nothing else of a row.
+    pub(crate) fn takes_best(&self) -> bool {
+        self.params.temperature == 0.0 && !self.edits() && !self.params.logprobs
+    }
+
     fn edits(&self) -> bool {
         self.params.edits_logits() || !self.hooks.is_empty()
     }
@@ -178,11 +194,7 @@ impl Sampler {
     /// `token` with the log-probabilities asked for under `logits: [vocab]`.
     pub fn report(&self, logits: &[f32], token: u32) -> Sampled {
         if !self.params.logprobs {
-            return Sampled {
-                token,
-                logprob: None,
-                top_logprobs: Vec::new(),
-            };
+            return Sampled::plain(token);
         }
         let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         let sum: f64 = logits.iter().map(|&v| f64::from(v - max).exp()).sum();

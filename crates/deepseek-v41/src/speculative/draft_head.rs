@@ -1,9 +1,9 @@
 use candle_core::Tensor;
-use deepseek_v41_core::{Error, Result};
-use deepseek_v41_model::{DSpark, DraftRequest, ModelState, SequenceId};
+use deepseek_v41_core::{Error, Result, best};
+use deepseek_v41_model::{DSpark, DraftRequest, ModelState, SequenceId, most_likely};
 
 use super::{DraftLength, Proposal, ProposeContext, Proposer};
-use crate::sampling::{Sampler, SamplingParams, TokenHistory, largest, probs};
+use crate::sampling::{Sampler, SamplingParams, TokenHistory, probs};
 
 /// Proposals of the checkpoint's own draft head.
 #[derive(Debug)]
@@ -108,18 +108,22 @@ pub(crate) fn propose_all(
         ([one], _) => (*one).clone(),
         (several, _) => Tensor::cat(several, 0)?,
     };
+    let greedy = items.iter().all(|i| i.by.sampling.temperature == 0.0);
     let mut drawn: Vec<Vec<Vec<f32>>> = vec![Vec::new(); items.len()];
     let mut choose = |item: usize, _: usize, logits: &[f32]| {
         let DraftItem { by, sampler, .. } = &mut items[item];
         if by.sampling.temperature == 0.0 {
-            return argmax(logits);
+            return most_likely(best(logits));
         }
         let probs = probs(logits, &by.sampling, TokenHistory::default())?;
         let token = sampler.draw(&probs)?;
         drawn[item].push(probs);
         Ok(token)
     };
-    let drafts = head.draft(&requests, &hidden, state, &mut choose)?;
+    let drafts = match greedy {
+        true => head.draft_best(&requests, &hidden, state)?,
+        false => head.draft(&requests, &hidden, state, &mut choose)?,
+    };
     let proposals = drafts
         .into_iter()
         .zip(drawn)
@@ -140,17 +144,4 @@ pub(crate) fn propose_all(
             proposal
         });
     Ok(proposals.collect())
-}
-
-/// The largest logit, the lowest index among equals.
-fn argmax(logits: &[f32]) -> Result<u32> {
-    let Some(max) = largest(logits) else {
-        let i = logits.iter().position(|v| v.is_nan()).unwrap_or_default();
-        return Err(Error::value("draft logits", format!("NaN for token {i}")));
-    };
-    logits
-        .iter()
-        .position(|v| *v == max)
-        .map(|i| i as u32)
-        .ok_or_else(|| Error::value("draft logits", "there are none"))
 }

@@ -34,6 +34,7 @@ pub(crate) fn text(ids: &[u32], seq: SequenceId) -> ForwardBatch {
         chunks: vec![Chunk::text(seq, ids)],
         logits: LogitRows::All,
         target_hidden: true,
+        best: false,
     }
 }
 

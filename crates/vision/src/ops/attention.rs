@@ -1,4 +1,4 @@
-//! Full bidirectional attention of one image.
+//! Full bidirectional attention within each image.
 //!
 //! Per head and query:
 //!
@@ -13,7 +13,10 @@
 //!
 //! Scores exist for a tile of queries only, so memory grows with the number of patches and not with
 //! its square. A query's result depends on its own scores alone: tiles and threads do not show.
+//!
+//! On a GPU the maximum is a running one over tiles of 64 keys, so that weights round against another number.
 
+mod runs;
 mod tile;
 
 use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Tensor};
@@ -21,28 +24,42 @@ use deepseek_v41_core::{Error, Result, cpu};
 use half::bf16;
 use rayon::prelude::*;
 
+pub use self::runs::PatchRuns;
 use self::tile::{ROWS, Row, WIDTH};
 use super::{
-    cpu_bf16,
+    dense_bf16,
     exp::{exp, round_to_bf16},
 };
 use crate::simd::Isa;
 
 /// `qkv: [n, 3, H, hd]` bf16, queries, keys and values after rotation → `[n, H * hd]`.
 ///
+/// Patches see those of their own image: `runs` says which they are.
+///
 /// # Errors
-/// Another dtype or shape.
+/// Another dtype or shape, another number of patches than `runs` has; [`Error::Unsupported`] on a GPU for
+/// heads the kernel is not made for.
 ///
 /// Reference: `SelfAttention.forward`.
-pub fn full_attention(qkv: &Tensor) -> Result<Tensor> {
-    let qkv = cpu_bf16(qkv, "full_attention")?;
-    if !matches!(*qkv.dims(), [_, 3, h, hd] if h > 0 && hd > 0) {
+pub fn full_attention(qkv: &Tensor, runs: &PatchRuns) -> Result<Tensor> {
+    let qkv = dense_bf16(qkv, "full_attention")?;
+    if !matches!(*qkv.dims(), [n, 3, h, hd] if n == runs.patches() && h > 0 && hd > 0) {
         return Err(Error::shape(
             "full_attention",
-            format!("expected [n, 3, H, hd], found {:?}", qkv.shape()),
+            format!(
+                "expected [{}, 3, H, hd], found {:?}",
+                runs.patches(),
+                qkv.shape()
+            ),
         ));
     }
-    Ok(qkv.apply_op1_no_bwd(&FullAttention)?)
+    #[cfg(feature = "cuda")]
+    if qkv.device().is_cuda() {
+        let largest = runs.lens().iter().copied().max().unwrap_or(0);
+        let starts = runs.starts(qkv.device())?;
+        return crate::cuda::vit_attention(&qkv, &starts, runs.lens().len(), largest);
+    }
+    Ok(qkv.apply_op1_no_bwd(&FullAttention { runs })?)
 }
 
 /// One head as straight loops with sums in f64 and no rounding before the end: `q, k, v: [n, hd]` f32 → `out: [n, hd]`.
@@ -266,9 +283,11 @@ fn softmax_body(p: &mut [f32], scale: f32, total: &mut f32) {
     *total = sums[0];
 }
 
-struct FullAttention;
+struct FullAttention<'a> {
+    runs: &'a PatchRuns,
+}
 
-impl CustomOp1 for FullAttention {
+impl CustomOp1 for FullAttention<'_> {
     fn name(&self) -> &'static str {
         "full_attention"
     }
@@ -277,7 +296,14 @@ impl CustomOp1 for FullAttention {
         let qkv = cpu::contiguous::<bf16>(s, l, "full_attention")?;
         let (n, _, heads, hd) = l.shape().dims4()?;
         let mut out = vec![bf16::ZERO; n * heads * hd];
-        attend_all(qkv, n, heads, hd, &mut out, Isa::detect());
+        let width = heads * hd;
+        let (mut qkv, mut rest) = (qkv, &mut out[..]);
+        for len in self.runs.lens() {
+            let (own, others) = qkv.split_at(len * 3 * width);
+            let (to, behind) = rest.split_at_mut(len * width);
+            attend_all(own, *len, heads, hd, to, Isa::detect());
+            (qkv, rest) = (others, behind);
+        }
         Ok((CpuStorage::BF16(out), Shape::from((n, heads * hd))))
     }
 }

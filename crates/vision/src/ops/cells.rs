@@ -14,7 +14,7 @@ use deepseek_v41_core::{Error, Result, cpu};
 use half::bf16;
 use rayon::prelude::*;
 
-use super::cpu_bf16;
+use super::dense_bf16;
 
 /// `xs: [n_h * n_w, c]` bf16 → `[ceil(n_h / r) * ceil(n_w / r), c * r * r]`.
 ///
@@ -23,7 +23,7 @@ use super::cpu_bf16;
 ///
 /// Reference: `Aligner.forward`.
 pub fn merge_cells(xs: &Tensor, n_h: usize, n_w: usize, r: usize) -> Result<Tensor> {
-    let xs = cpu_bf16(xs, "merge_cells")?;
+    let xs = dense_bf16(xs, "merge_cells")?;
     if r == 0 || xs.rank() != 2 || Some(xs.dims()[0]) != n_h.checked_mul(n_w) {
         return Err(Error::shape(
             "merge_cells",
@@ -32,6 +32,10 @@ pub fn merge_cells(xs: &Tensor, n_h: usize, n_w: usize, r: usize) -> Result<Tens
                 xs.shape()
             ),
         ));
+    }
+    #[cfg(feature = "cuda")]
+    if xs.device().is_cuda() {
+        return crate::cuda::merge_cells(&xs, n_h, n_w, r);
     }
     Ok(xs.apply_op1_no_bwd(&MergeCells { n_h, n_w, r })?)
 }

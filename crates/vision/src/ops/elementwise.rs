@@ -11,7 +11,7 @@ use deepseek_v41_core::{Error, Result, cpu};
 use half::bf16;
 use rayon::prelude::*;
 
-use super::{cpu_bf16, exp::exp};
+use super::{dense_bf16, exp::exp};
 
 /// Rows of element-wise work are cut into pieces of this many values.
 const PIECE: usize = 4096;
@@ -21,12 +21,16 @@ const PIECE: usize = 4096;
 /// # Errors
 /// Another dtype, rank, or an odd width.
 pub fn swiglu(xs: &Tensor) -> Result<Tensor> {
-    let xs = cpu_bf16(xs, "swiglu")?;
+    let xs = dense_bf16(xs, "swiglu")?;
     if xs.rank() != 2 || !xs.dims()[1].is_multiple_of(2) {
         return Err(Error::shape(
             "swiglu",
             format!("expected [n, 2 * inter], found {:?}", xs.shape()),
         ));
+    }
+    #[cfg(feature = "cuda")]
+    if xs.device().is_cuda() {
+        return crate::cuda::vit_swiglu(&xs);
     }
     Ok(xs.apply_op1_no_bwd(&Swiglu)?)
 }
@@ -80,7 +84,12 @@ impl CustomOp1 for Swiglu {
 /// # Errors
 /// Another dtype.
 pub fn gelu(xs: &Tensor) -> Result<Tensor> {
-    Ok(cpu_bf16(xs, "gelu")?.apply_op1_no_bwd(&Gelu)?)
+    let xs = dense_bf16(xs, "gelu")?;
+    #[cfg(feature = "cuda")]
+    if xs.device().is_cuda() {
+        return crate::cuda::vit_gelu(&xs);
+    }
+    Ok(xs.apply_op1_no_bwd(&Gelu)?)
 }
 
 /// `out[i] = gelu(xs[i])`.
@@ -123,7 +132,12 @@ pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
             format!("{:?} and {:?} differ", a.shape(), b.shape()),
         ));
     }
-    Ok(cpu_bf16(a, "add")?.apply_op2_no_bwd(&cpu_bf16(b, "add")?, &Add)?)
+    let (a, b) = (dense_bf16(a, "add")?, dense_bf16(b, "add")?);
+    #[cfg(feature = "cuda")]
+    if a.device().is_cuda() {
+        return crate::cuda::vit_add(&a, &b);
+    }
+    Ok(a.apply_op2_no_bwd(&b, &Add)?)
 }
 
 /// `out[i] = a[i] + b[i]`, rounded once.

@@ -5,12 +5,12 @@
 //! ```
 //!
 //! with [`cpu::dot`]'s order of additions. The bias joins in f32: adding it to a product already rounded
-//! to bf16 would round twice.
+//! to bf16 would round twice. On a GPU cuBLAS adds, in an order of its own.
 
 mod packed;
 mod tile;
 
-use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Tensor};
+use candle_core::{CpuStorage, CustomOp1, Device, Layout, Shape, Tensor};
 use deepseek_v41_core::{
     Error, Result, StoredDtype, VarBuilder,
     cpu::{self, Bf16Rows, WeightRows},
@@ -22,27 +22,89 @@ use self::{
     packed::PackedRows,
     tile::{COLS, ColStep, LANES, ROWS},
 };
-use super::cpu_bf16;
+use super::dense_bf16;
 use crate::simd::Isa;
+
+/// What the layers of a module share on a device.
+#[derive(Debug, Clone)]
+pub(crate) struct Products {
+    #[cfg(feature = "cuda")]
+    blas: Option<std::sync::Arc<deepseek_v41_core::cuda::Blas>>,
+}
+
+impl Products {
+    /// For layers on `device`.
+    ///
+    /// # Errors
+    /// The device refuses.
+    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+    pub(crate) fn new(device: &Device) -> Result<Self> {
+        Ok(Self {
+            #[cfg(feature = "cuda")]
+            blas: match device {
+                Device::Cuda(dev) => Some(deepseek_v41_core::cuda::Blas::new(dev)?.into()),
+                _ => None,
+            },
+        })
+    }
+}
+
+/// A layer's weights on a GPU.
+#[cfg(feature = "cuda")]
+#[derive(Debug, Clone)]
+struct OnDevice {
+    blas: std::sync::Arc<deepseek_v41_core::cuda::Blas>,
+    /// `[out_dim, in_dim]` bf16.
+    weight: Tensor,
+    /// `[out_dim]` bf16.
+    bias: Option<Tensor>,
+}
 
 /// A linear layer of the tower or the aligner.
 #[derive(Debug, Clone)]
 pub struct Linear {
     weight: Bf16Rows,
     bias: Option<Vec<f32>>,
+    #[cfg(feature = "cuda")]
+    on_device: Option<OnDevice>,
 }
 
 impl Linear {
     /// Reads `weight: [out_dim, in_dim]` and, if asked for, `bias: [out_dim]`, both stored bf16. The
-    /// weight is used where it lies; nothing is copied.
+    /// weight is used where it lies, and nothing is copied, except to a GPU.
     ///
     /// # Errors
-    /// A tensor is missing or of another shape or dtype.
+    /// A tensor is missing or of another shape or dtype; the device refuses it.
     pub fn new(in_dim: usize, out_dim: usize, bias: bool, vb: VarBuilder) -> Result<Self> {
+        let products = Products::new(vb.device())?;
+        Self::with(in_dim, out_dim, bias, vb, &products)
+    }
+
+    /// [`Linear::new`] with what other layers use too.
+    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+    pub(crate) fn with(
+        in_dim: usize,
+        out_dim: usize,
+        bias: bool,
+        vb: VarBuilder,
+        products: &Products,
+    ) -> Result<Self> {
         let raw = vb.raw("weight", &[StoredDtype::BF16], &[out_dim, in_dim])?;
         let bias = match bias {
-            true => Some(vb.tensor_f32("bias", &[out_dim])?.to_vec1::<f32>()?),
+            true => Some(vb.tensor_f32("bias", &[out_dim])?),
             false => None,
+        };
+        #[cfg(feature = "cuda")]
+        let on_device = match &products.blas {
+            Some(blas) => Some(OnDevice {
+                blas: blas.clone(),
+                weight: raw.to_tensor(vb.device())?,
+                bias: bias
+                    .as_ref()
+                    .map(|b| deepseek_v41_core::cuda::bf16_weight(b, &vb.full_name("bias")))
+                    .transpose()?,
+            }),
+            None => None,
         };
         let len = raw.bytes.len();
         let weight = Bf16Rows::new(raw.bytes, out_dim, in_dim).ok_or_else(|| {
@@ -51,10 +113,15 @@ impl Linear {
                 format!("[{out_dim}, {in_dim}] bf16 in {len} bytes"),
             )
         })?;
-        Ok(Self { weight, bias })
+        Ok(Self {
+            weight,
+            bias: bias.map(|b| b.to_vec1::<f32>()).transpose()?,
+            #[cfg(feature = "cuda")]
+            on_device,
+        })
     }
 
-    /// A layer over weights already in memory: `weight: [out_dim, in_dim]`, `bias: [out_dim]`.
+    /// A layer over weights already in memory, on the CPU: `weight: [out_dim, in_dim]`, `bias: [out_dim]`.
     ///
     /// # Errors
     /// A bias of another length.
@@ -62,7 +129,12 @@ impl Linear {
         if bias.as_ref().is_some_and(|b| b.len() != weight.rows()) {
             return Err(Error::shape("linear", "bias and weight differ in length"));
         }
-        Ok(Self { weight, bias })
+        Ok(Self {
+            weight,
+            bias,
+            #[cfg(feature = "cuda")]
+            on_device: None,
+        })
     }
 
     /// Input features.
@@ -78,14 +150,27 @@ impl Linear {
     /// `xs: [n, in_dim]` bf16 → `[n, out_dim]` bf16.
     ///
     /// # Errors
-    /// Another dtype or shape.
+    /// Another dtype or shape, or another device than the layer's.
     pub fn forward(&self, xs: &Tensor) -> Result<Tensor> {
-        let xs = cpu_bf16(xs, "linear")?;
+        let xs = dense_bf16(xs, "linear")?;
         if xs.rank() != 2 || xs.dims()[1] != self.in_dim() {
             return Err(Error::shape(
                 "linear",
                 format!("expected [n, {}], found {:?}", self.in_dim(), xs.shape()),
             ));
+        }
+        #[cfg(feature = "cuda")]
+        match (&self.on_device, xs.device().is_cuda()) {
+            (Some(own), true) => {
+                return own.blas.linear(&xs, &own.weight, own.bias.as_ref());
+            }
+            (None, false) => {}
+            _ => {
+                return Err(Error::shape(
+                    "linear",
+                    "weights and values on different devices",
+                ));
+            }
         }
         Ok(xs.apply_op1_no_bwd(&LinearOp(self))?)
     }

@@ -11,12 +11,12 @@
 //!
 //! in f32 with one rounding. The text model rotates neighbouring pairs instead.
 
-use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Tensor};
-use deepseek_v41_core::{Error, Result, cpu};
+use candle_core::{CpuStorage, CustomOp1, Device, Layout, Shape, Tensor};
+use deepseek_v41_core::{Error, Result, cpu, upload};
 use half::bf16;
 use rayon::prelude::*;
 
-use super::cpu_bf16;
+use super::dense_bf16;
 
 /// Rotary frequencies of one head width.
 #[derive(Debug, Clone)]
@@ -24,7 +24,7 @@ pub struct Rope2d {
     inv: Vec<f32>,
 }
 
-/// Cosines and sines of one grid.
+/// Cosines and sines of one grid, or of several end to end.
 #[derive(Debug, Clone)]
 pub struct Rope2dTable {
     /// `[n_h * n_w, head_dim / 2]` f32.
@@ -32,6 +32,8 @@ pub struct Rope2dTable {
     /// Same shape as `cos`.
     pub sin: Vec<f32>,
     angles: usize,
+    /// Both where they are used, off the CPU.
+    placed: Option<(Tensor, Tensor)>,
 }
 
 impl Rope2d {
@@ -57,17 +59,34 @@ impl Rope2d {
 
     /// The table of a grid of `n_h` by `n_w` patches, row-major.
     pub fn table(&self, n_h: usize, n_w: usize) -> Rope2dTable {
-        let mut angles = Vec::with_capacity(n_h * n_w * self.inv.len() * 2);
-        for y in 0..n_h {
-            for x in 0..n_w {
-                angles.extend(self.inv.iter().map(|inv| y as f32 * inv));
-                angles.extend(self.inv.iter().map(|inv| x as f32 * inv));
+        self.tables(&[(n_h, n_w)])
+    }
+
+    /// The tables of several grids (rows, columns), one after the other.
+    pub fn tables(&self, grids: &[(usize, usize)]) -> Rope2dTable {
+        let half = self.inv.len();
+        // An angle belongs to a row or a column: as many sines as places along a side are enough.
+        let side = grids.iter().map(|(h, w)| *h.max(w)).max().unwrap_or(0);
+        let angles = (0..side).flat_map(|at| self.inv.iter().map(move |inv| at as f32 * inv));
+        let (cosines, sines): (Vec<f32>, Vec<f32>) = angles.map(|a| (a.cos(), a.sin())).unzip();
+        let patches: usize = grids.iter().map(|(h, w)| h * w).sum();
+        let of = |turns: &[f32]| {
+            let mut all = Vec::with_capacity(patches * 2 * half);
+            for (n_h, n_w) in grids {
+                for y in 0..*n_h {
+                    for x in 0..*n_w {
+                        all.extend_from_slice(&turns[y * half..(y + 1) * half]);
+                        all.extend_from_slice(&turns[x * half..(x + 1) * half]);
+                    }
+                }
             }
-        }
+            all
+        };
         Rope2dTable {
-            cos: angles.iter().map(|a| a.cos()).collect(),
-            sin: angles.iter().map(|a| a.sin()).collect(),
-            angles: self.inv.len() * 2,
+            cos: of(&cosines),
+            sin: of(&sines),
+            angles: 2 * half,
+            placed: None,
         }
     }
 }
@@ -81,6 +100,24 @@ impl Rope2dTable {
     /// Angles a patch, half the head width.
     pub fn angles(&self) -> usize {
         self.angles
+    }
+
+    /// The same table, to be used on `device` many times.
+    ///
+    /// # Errors
+    /// The device refuses the copy.
+    pub fn on(mut self, device: &Device) -> Result<Self> {
+        self.placed = match device {
+            Device::Cpu => None,
+            _ => Some(self.copied(device)?),
+        };
+        Ok(self)
+    }
+
+    /// Cosines and sines as tensors.
+    fn copied(&self, device: &Device) -> Result<(Tensor, Tensor)> {
+        let copy = |values: &[f32]| upload(values.to_vec(), (self.patches(), self.angles), device);
+        Ok((copy(&self.cos)?, copy(&self.sin)?))
     }
 
     fn patch(&self, i: usize) -> (&[f32], &[f32]) {
@@ -97,7 +134,7 @@ impl Rope2dTable {
 /// # Errors
 /// Another dtype, rank, number of patches or head width; more rotated heads than heads.
 pub fn apply_rope_2d(xs: &Tensor, table: &Rope2dTable, rotated: usize) -> Result<Tensor> {
-    let xs = cpu_bf16(xs, "rope_2d")?;
+    let xs = dense_bf16(xs, "rope_2d")?;
     let fits = match *xs.dims() {
         [n, heads, hd] => n == table.patches() && hd == table.angles * 2 && rotated <= heads,
         _ => false,
@@ -113,10 +150,15 @@ pub fn apply_rope_2d(xs: &Tensor, table: &Rope2dTable, rotated: usize) -> Result
             ),
         ));
     }
-    Ok(xs.apply_op1_no_bwd(&ApplyRope2d {
-        table: table.clone(),
-        rotated,
-    })?)
+    #[cfg(feature = "cuda")]
+    if xs.device().is_cuda() {
+        let placed = match &table.placed {
+            Some((cos, sin)) if cos.device().same_device(xs.device()) => (cos.clone(), sin.clone()),
+            _ => table.copied(xs.device())?,
+        };
+        return crate::cuda::vit_rope(&xs, (&placed.0, &placed.1), rotated);
+    }
+    Ok(xs.apply_op1_no_bwd(&ApplyRope2d { table, rotated })?)
 }
 
 /// One head in place: `head: [2 * angles]`.
@@ -129,12 +171,12 @@ pub fn apply_rope_2d_ref(head: &mut [bf16], cos: &[f32], sin: &[f32]) {
     }
 }
 
-struct ApplyRope2d {
-    table: Rope2dTable,
+struct ApplyRope2d<'a> {
+    table: &'a Rope2dTable,
     rotated: usize,
 }
 
-impl CustomOp1 for ApplyRope2d {
+impl CustomOp1 for ApplyRope2d<'_> {
     fn name(&self) -> &'static str {
         "rope_2d"
     }

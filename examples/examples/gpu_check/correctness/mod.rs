@@ -6,6 +6,8 @@ mod hyperconn;
 mod moe;
 mod packed;
 mod quant;
+mod sampling;
+mod vision;
 
 use std::sync::Arc;
 
@@ -163,7 +165,7 @@ type Group = fn(&Device, &Random, &mut Report) -> Result<()>;
 
 /// Every operation, or those of the crate named by `only`.
 pub(crate) fn ops(gpu: &Device, only: &str, r: &mut Report) {
-    let groups: [(&str, Group); 8] = [
+    let groups: [(&str, Group); 10] = [
         ("core", core),
         ("quant", quant::quant),
         ("hyperconn", hyperconn::hyperconn),
@@ -172,6 +174,8 @@ pub(crate) fn ops(gpu: &Device, only: &str, r: &mut Report) {
         ("index", attention::index),
         ("packed", packed::packed),
         ("engram", engram::engram),
+        ("vision", vision::vision),
+        ("sampling", sampling::sampling),
     ];
     for (name, group) in groups {
         r.group(name, only, |r| group(gpu, &Random::new(20), r));
