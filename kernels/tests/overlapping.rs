@@ -86,7 +86,7 @@ fn overlapping_kernels_wait_before_they_write() {
                     "{file}: {name} writes ({write}) before it waits"
                 );
             }
-            let early = before.contains("ld.global") || before.contains("cp.async.cg");
+            let early = instructions("ld.global") || instructions("cp.async");
             let may = AHEAD.iter().any(|stem| name.starts_with(stem));
             assert!(may || !early, "{file}: {name} reads before it waits");
         }
