@@ -9,7 +9,7 @@ use candle_core::{
 use half::bf16;
 
 use super::{Held, Launch, Out, Ptr, driver, kernels, ops::device};
-use crate::{Error, Result};
+use crate::{DeviceError, Error, Result};
 
 /// A cuBLAS handle on a device's stream.
 ///
@@ -24,7 +24,7 @@ impl fmt::Debug for Blas {
 }
 
 fn refused(e: result::CublasError) -> Error {
-    Error::device("cuBLAS", format!("{e:?}"))
+    Error::device("cuBLAS", DeviceError::from_text(&format!("{e:?}")))
 }
 
 impl Blas {
