@@ -33,29 +33,46 @@ __device__ __forceinline__ Row row_of(const Scopes& sc, uint32_t entry, int D) {
 }
 
 // Fills `list` (room for all entries) with query t's valid rows in order, returns their number to every thread.
-// All threads of the block call it; the list is visible to all on return.
+// All threads of the block call it, blockDim.x of them a multiple of 32, at most 512; the list is visible to all on return.
+// All lists are read at once: one wait for memory, whatever their number.
 __device__ __forceinline__ int valid_rows(const Scopes& sc, int t, uint32_t* list) {
-    __shared__ int warp_count[32];
+    constexpr int U = 2;
+    __shared__ int warp_count[2][U * 16];
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5, n = 0;
+    int n0 = (int)sc.s[0].n, n1 = n0 + (int)sc.s[1].n, all = n1 + (int)sc.s[2].n, turn = 0;
+    for (int j0 = 0; j0 < all; j0 += U * blockDim.x, turn ^= 1) {
+        int row[U], which[U];
 #pragma unroll
-    for (int i = 0; i < 3; ++i) {
-        int len = sc.s[i].n;
-        const int32_t* idx = sc.s[i].idx + (int64_t)t * len;
-        for (int j0 = 0; j0 < len; j0 += blockDim.x) {
-            int j = j0 + threadIdx.x, row = j < len ? idx[j] : -1;
-            uint32_t mask = __ballot_sync(FULL, row >= 0);
-            __syncthreads();
-            if (lane == 0) warp_count[warp] = __popc(mask);
-            __syncthreads();
-            int before = 0, total = 0;
-            for (int w = 0; w < warps; ++w) {
-                int c = warp_count[w];
-                before += w < warp ? c : 0;
-                total += c;
-            }
-            if (row >= 0) list[n + before + __popc(mask & ((1u << lane) - 1))] = (uint32_t)i << SCOPE_SHIFT | (uint32_t)row;
-            n += total;
+        for (int u = 0; u < U; ++u) {
+            int j = j0 + u * blockDim.x + threadIdx.x;
+            which[u] = (j >= n0) + (j >= n1);
+            // Field by field: a choice of structs would be a copy in memory.
+            const int32_t* idx = which[u] == 0 ? sc.s[0].idx : which[u] == 1 ? sc.s[1].idx : sc.s[2].idx;
+            int first = which[u] == 0 ? 0 : which[u] == 1 ? n0 : n1, len = which[u] == 0 ? n0 : which[u] == 1 ? n1 - n0 : all - n1;
+            row[u] = j < all ? idx[(int64_t)t * len + j - first] : -1;
         }
+        uint32_t mask[U];
+#pragma unroll
+        for (int u = 0; u < U; ++u) {
+            mask[u] = __ballot_sync(FULL, row[u] >= 0);
+            if (lane == 0) warp_count[turn][u * warps + warp] = __popc(mask[u]);
+        }
+        // The other half of the counts may still be read by those behind.
+        __syncthreads();
+        int c = lane < U * warps ? warp_count[turn][lane] : 0, before = c;
+#pragma unroll
+        for (int o = 1; o < 32; o <<= 1) {
+            int v = __shfl_up_sync(FULL, before, o);
+            if (lane >= o) before += v;
+        }
+        int total = __shfl_sync(FULL, before, 31);
+        before -= c;
+#pragma unroll
+        for (int u = 0; u < U; ++u) {
+            int at = n + __shfl_sync(FULL, before, u * warps + warp) + __popc(mask[u] & ((1u << lane) - 1));
+            if (row[u] >= 0) list[at] = (uint32_t)which[u] << SCOPE_SHIFT | (uint32_t)row[u];
+        }
+        n += total;
     }
     __syncthreads();
     return n;

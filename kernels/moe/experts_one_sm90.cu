@@ -81,6 +81,20 @@ struct Cursor {
     }
 };
 
+// A thread's groups of a token as they were.
+struct Raw {
+    uint4 v[2][4];
+    __device__ __forceinline__ void load(const bf16* x, int groups) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            int g = threadIdx.x + i * 256;
+            if (g >= groups) break;
+#pragma unroll
+            for (int j = 0; j < 4; ++j) v[i][j] = reinterpret_cast<const uint4*>(x)[g * 4 + j];
+        }
+    }
+};
+
 // The token as B operand, [group][lane of four][8], and its scales. A thread has groups tid and tid + 256.
 struct Token {
     uint4 lo[2], hi[2];
@@ -97,15 +111,14 @@ struct Token {
         }
     }
     // Of bf16 values, which become codes here: a launch less.
-    __device__ __forceinline__ void quantise(const bf16* x, int groups) {
+    __device__ __forceinline__ void quantise(const Raw& raw, int groups) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            int g = threadIdx.x + i * 256;
-            if (g >= groups) break;
+            if ((int)threadIdx.x + i * 256 >= groups) break;
             float v[4][8], most = 0.0f;
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                unpack8(reinterpret_cast<const uint4*>(x)[g * 4 + j], v[j]);
+                unpack8(raw.v[i][j], v[j]);
 #pragma unroll
                 for (int k = 0; k < 8; ++k) most = fmaxf(most, fabsf(v[j][k]));
             }
@@ -191,9 +204,13 @@ extern "C" __global__ void __launch_bounds__(256, 2) experts_one(const bf16* xs,
     };
     // The token is asked for first: behind the weights it would wait for them.
     Token x;
-    x.quantise(xs, dim >> 5);
-    settle();
-    for (int i = 0; i < NS - 1; ++i) put(i);
+    {
+        Raw raw;
+        raw.load(xs, dim >> 5);
+        settle();
+        for (int i = 0; i < NS - 1; ++i) put(i);
+        x.quantise(raw, dim >> 5);
+    }
     x.store(b, sx, dim >> 5);
     __syncthreads();
 

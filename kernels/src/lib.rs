@@ -62,6 +62,8 @@ pub const OVERLAPPING: &[&str] = &[
     "moe_combine",
     "norm_rope_quant",
     "rms_norm",
+    "rope_and_row",
+    "scale_bf16",
     "sparse_attn",
     "sparse_attn_combine",
     "sparse_attn_packed",

@@ -159,6 +159,13 @@ static void check_norm() {
         same("rms_norm scales", fmt("%dx%d", T, dim), scales.get(), wscales.get());
         same("rms_norm fake", fmt("%dx%d", T, dim), fake.get(), want_fake.get());
     }
+    {
+        auto x = rand_bf16(1000), got = rand_bf16(1000);
+        launch("core/scale_bf16", dim3(8), 128, 0, x.p, got.p, (int64_t)1000, 0.022097087f);
+        std::vector<bf16> want;
+        for (auto v : x.get()) want.push_back(__float2bfloat16(to_f(v) * 0.022097087f));
+        same("scale_bf16", "1000", got.get(), want);
+    }
     auto table = rand_bf16(50 * 96);
     std::vector<uint32_t> ids = {3, 49, 0, 60, 17};
     Dev<uint32_t> di(ids);

@@ -43,6 +43,17 @@ pub struct Prepared {
     entries: Option<Entries>,
 }
 
+/// `work` on `xs`, which a captured step's queries need not wait for.
+fn beside<R>(xs: &Tensor, work: impl FnOnce() -> Result<R>) -> Result<R> {
+    #[cfg(feature = "cuda")]
+    return deepseek_v41_core::cuda::beside(&[xs], work);
+    #[cfg(not(feature = "cuda"))]
+    {
+        let _ = xs;
+        work()
+    }
+}
+
 /// Latent attention over a sliding window and, in most layers, selected compressed rows.
 ///
 /// K and V of a position are one row shared by all heads. Queries and the output go through
@@ -136,15 +147,19 @@ impl Attention {
     /// As [`Attention::forward`].
     pub fn prepare(&self, xs: &Tensor, ropes: &RopeTables) -> Result<Prepared> {
         let table = self.table(ropes);
+        let (compressor, indexer) = (self.compressor.as_ref(), self.indexer.as_ref());
+        let entries = compressor.map(|own| beside(xs, || own.project(xs)));
+        let weights = indexer.map(|own| beside(xs, || own.weights(xs)));
+        let (entries, weights) = (entries.transpose()?, weights.transpose()?);
         let ((qr, q), kv) = self.core.queries_and_kv(xs, table)?;
-        let index = self.indexer.as_ref();
-        let index = index.map(|own| own.query_for(xs, &qr, table));
-        let entries = self.compressor.as_ref().map(|own| own.project(xs));
+        let index = indexer
+            .zip(weights)
+            .map(|(own, weights)| own.query_for(weights, &qr, table));
         Ok(Prepared {
             kv,
             q,
             index: index.transpose()?,
-            entries: entries.transpose()?,
+            entries,
         })
     }
 
@@ -168,6 +183,9 @@ impl Attention {
         cache: LayerCache<'_>,
         shared: &mut SharedAttentionRuntime,
     ) -> Result<Tensor> {
+        // What [`Attention::prepare`] began beside the queries.
+        #[cfg(feature = "cuda")]
+        deepseek_v41_core::cuda::join()?;
         let LayerCache {
             window,
             source,

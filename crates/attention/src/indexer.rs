@@ -83,21 +83,26 @@ impl Indexer {
     /// # Errors
     /// Shapes that do not fit.
     pub fn query(&self, xs: &Tensor, qr: &Tensor, table: &RopeTable) -> Result<IndexQuery> {
-        self.query_for(xs, &QueryLatent::new(qr.clone()), table)
+        self.query_for(self.weights(xs)?, &QueryLatent::new(qr.clone()), table)
     }
 
-    /// [`Indexer::query`] of a latent that may be quantised already.
+    /// The heads' weights `[T, Hi]` bf16 of the layer's input.
+    pub(crate) fn weights(&self, xs: &Tensor) -> Result<Tensor> {
+        scale_bf16(&self.weights_proj.forward(xs)?, self.weight_scale)
+    }
+
+    /// [`Indexer::query`] of its weights and a latent that may be quantised already.
     pub(crate) fn query_for(
         &self,
-        xs: &Tensor,
+        weights: Tensor,
         qr: &QueryLatent,
         table: &RopeTable,
     ) -> Result<IndexQuery> {
-        let heads = (xs.dims()[0], self.cfg.n_heads, self.cfg.head_dim);
+        let heads = (weights.dims()[0], self.cfg.n_heads, self.cfg.head_dim);
         let q = qr.through(&self.wq_b)?.reshape(heads)?;
         Ok(IndexQuery {
             q: finish_rows(&q, None, table, RowQuant::Index)?,
-            weights: scale_bf16(&self.weights_proj.forward(xs)?, self.weight_scale)?,
+            weights,
             candidates: None,
         })
     }
@@ -214,6 +219,10 @@ impl IndexQuery {
 fn scale_bf16(xs: &Tensor, factor: f32) -> Result<Tensor> {
     if xs.device().is_cpu() {
         return Ok(xs.apply_op1_no_bwd(&ScaleBf16 { factor })?);
+    }
+    #[cfg(feature = "cuda")]
+    if xs.device().is_cuda() {
+        return deepseek_v41_core::cuda::ops::scale_bf16(xs, factor);
     }
     Ok(xs
         .to_dtype(DType::F32)?

@@ -131,9 +131,13 @@ impl Projections {
     }
 
     fn heads(&self, qr: QueryLatent, table: &RopeTable) -> Result<(QueryLatent, Tensor)> {
-        let shape = (qr.values.dims()[0], self.heads, self.head_dim);
-        let q = qr.through(self.wq_b.linear())?.reshape(shape)?;
+        let q = self.unrotated(&qr)?;
         Ok((qr, apply_rope(&q, table, false)?))
+    }
+
+    fn unrotated(&self, qr: &QueryLatent) -> Result<Tensor> {
+        let shape = (qr.values.dims()[0], self.heads, self.head_dim);
+        Ok(qr.through(self.wq_b.linear())?.reshape(shape)?)
     }
 
     /// `xs: [T, dim]` → window KV rows `[T, head_dim]`, rounded as the cache keeps them.
@@ -180,7 +184,12 @@ impl Projections {
             values,
             coded: Some(coded),
         };
-        Ok((self.heads(qr, table)?, self.finish_kv(&kv, table)?))
+        let q = self.unrotated(&qr)?;
+        if let Some((q, kv)) = crate::cuda::rope_and_row(&q, &kv, &self.kv_norm, table)? {
+            return Ok(((qr, q), kv));
+        }
+        let q = apply_rope(&q, table, false)?;
+        Ok(((qr, q), self.finish_kv(&kv, table)?))
     }
 
     /// Attention's result `o: [T, H, head_dim]` → `[T, dim]`.

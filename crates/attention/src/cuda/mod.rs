@@ -10,7 +10,7 @@ use deepseek_v41_core::{
     Error, Result, RmsNorm, RopeTable,
     cuda::{
         Held, Launch, Out, Ptr, contiguous, kernels,
-        ops::{RowKind, device, norm_rope_quant},
+        ops::{self, RowKind, device, norm_rope_quant},
     },
 };
 use half::bf16;
@@ -40,6 +40,17 @@ pub(crate) fn finish_rows(
 ) -> Result<Tensor> {
     let norm = norm.map(half_norm).transpose()?;
     norm_rope_quant(xs, norm, (&table.cos, &table.sin), kind(quant), false)
+}
+
+/// Queries `[T, H, D]` rotated and window rows `kv: [T, D]` finished, in one launch; `None` for widths that
+/// the kernel is not made for.
+pub(crate) fn rope_and_row(
+    q: &Tensor,
+    kv: &Tensor,
+    norm: &RmsNorm,
+    table: &RopeTable,
+) -> Result<Option<(Tensor, Tensor)>> {
+    ops::rope_and_row(q, kv, half_norm(norm)?, (&table.cos, &table.sin))
 }
 
 /// A norm as kernels take it.

@@ -10,7 +10,7 @@ use candle_core::{
 };
 
 use super::driver;
-use crate::Result;
+use crate::{Error, Result};
 
 thread_local! {
     /// What launches of this thread are captured with.
@@ -209,16 +209,16 @@ pub(super) fn taken<T: DeviceRepr>(len: usize) -> Result<Option<CudaSlice<T>>> {
 /// `work`, whose launches run beside what is launched after it until [`join`], where a step is captured;
 /// elsewhere they are launched in turn. `uses` are the tensors it reads, beside those that outlive the step.
 ///
-/// Only launches by [`Launch`](super::Launch) go aside: `work` does nothing else. Its results are not to be
-/// used, nor to be dropped, before the join.
+/// Only launches by [`Launch`](super::Launch) go aside: `work` does nothing else, or a capture is refused. Its
+/// results are not to be used, nor to be dropped, before the join.
 ///
 /// # Errors
-/// Those of `work`, or of the driver.
+/// Those of `work`, or of the driver; while a step is captured, work of another kind.
 pub fn beside<R>(uses: &[&Tensor], work: impl FnOnce() -> Result<R>) -> Result<R> {
     let forked = CAPTURING.with(|own| {
         let mut own = own.borrow_mut();
         let Some(own) = own.as_mut().filter(|own| !own.beside) else {
-            return Ok(false);
+            return Ok(None);
         };
         let scratch = &own.scratch;
         scratch.forked.record(&scratch.runs)?;
@@ -226,18 +226,55 @@ pub fn beside<R>(uses: &[&Tensor], work: impl FnOnce() -> Result<R>) -> Result<R
         own.beside = true;
         let used = own.used.get_or_insert_default();
         used.extend(uses.iter().map(|&tensor| tensor.clone()));
-        Ok(true)
+        Ok(Some(scratch.runs.clone()))
     });
     let forked = forked.map_err(|e| driver("graph capture", e))?;
+    let Some(runs) = forked else {
+        return work();
+    };
+    let before = newest(&runs)?;
     let done = work();
-    if forked {
-        CAPTURING.with(|own| {
-            if let Some(own) = own.borrow_mut().as_mut() {
-                own.beside = false;
-            }
-        });
+    CAPTURING.with(|own| {
+        if let Some(own) = own.borrow_mut().as_mut() {
+            own.beside = false;
+        }
+    });
+    match newest(&runs)? == before {
+        true => done,
+        // Its launches on the side stream would not wait for it.
+        false => Err(Error::Unsupported {
+            what: "an operation of candle's beside a captured step".into(),
+        }),
     }
-    done
+}
+
+/// What the next node of a captured stream comes after.
+fn newest(stream: &CudaStream) -> Result<Vec<usize>> {
+    let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+    let (mut id, mut count) = (0, 0);
+    let (mut graph, mut edges) = (std::ptr::null_mut(), std::ptr::null());
+    let mut nodes: *const sys::CUgraphNode = std::ptr::null();
+    // SAFETY: all are written before the call returns; the nodes stay readable until the stream is used again.
+    unsafe {
+        sys::cuStreamGetCaptureInfo_v3(
+            stream.cu_stream(),
+            &mut status,
+            &mut id,
+            &mut graph,
+            &mut nodes,
+            &mut edges,
+            &mut count,
+        )
+        .result()
+        .map_err(|e| driver("graph capture", e))?;
+        Ok(match nodes.is_null() {
+            true => Vec::new(),
+            false => std::slice::from_raw_parts(nodes, count)
+                .iter()
+                .map(|node| *node as usize)
+                .collect(),
+        })
+    }
 }
 
 /// What is launched from here on comes after all work that runs [`beside`].
