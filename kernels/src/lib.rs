@@ -61,6 +61,7 @@ pub const OVERLAPPING: &[&str] = &[
     "hc_step_few",
     "moe_combine",
     "norm_rope_quant",
+    "pack_rows",
     "rms_norm",
     "sparse_attn",
     "sparse_attn_combine",
