@@ -1,6 +1,7 @@
 // index_scores_sm90: index_scores of packed keys for 32 heads of 128, one query a grid row, on Hopper.
 //
-// Maths, layout, roundings as index_scores.cu
+// Maths, layout, roundings as index_scores.cu; hist [T, 2048] u32 or null: scores are also counted by their high 11 bits, as topk_part_hist
+//          does
 // Grid     (2 per SM, T), block 256: a warpgroup strides over tiles of 128 keys, a warp takes 32 of them; dynamic shared memory
 //          8*4*2176 + 4096
 // Numerics keys and queries meet as e4m3 codes. A group's 32 products of e2m1 values are multiples of 1/4 below 2^11 in all, which
@@ -94,9 +95,9 @@ __device__ __forceinline__ bool put_query(const bf16* q, const bf16* w, uint8_t*
 }
 
 extern "C" __global__ void __launch_bounds__(256, 2) index_scores_sm90(const bf16* q, const bf16* w, const uint8_t* codes, const uint8_t* scales,
-                                                                       const int2* spans, uint16_t* out, int T, int n, int64_t ld) {
+                                                                       const int2* spans, uint16_t* out, uint32_t* hist, int T, int n, int64_t ld) {
     extern __shared__ __align__(128) uint8_t smem[];
-    __shared__ uint32_t weight[16];
+    __shared__ uint32_t weight[16], counts[2048];
     // The exchange tells the compiler that a warp's number is the same in all its lanes: loop and descriptors stay uniform.
     int t = blockIdx.y, tid = threadIdx.x, warp = __shfl_sync(FULL, tid >> 5, 0), lane = tid & 31, g = lane >> 2, qd = lane & 3;
     int2 span = spans[t];
@@ -126,6 +127,17 @@ extern "C" __global__ void __launch_bounds__(256, 2) index_scores_sm90(const bf1
         }
         cp_async_commit();
     };
+    if (hist)
+        for (int i = tid; i < 2048; i += 256) counts[i] = 0;
+    auto count = [&](uint16_t key) {
+        if (hist && key) atomicAdd(&counts[key >> 5], 1);
+    };
+    auto add_counts = [&] {
+        if (!hist) return;
+        __syncthreads();
+        for (int i = tid; i < 2048; i += 256)
+            if (counts[i]) atomicAdd(&hist[(int64_t)t * 2048 + i], counts[i]);
+    };
     // The query's threads copy keys after their fence, which would wait for what they have under way; the others at once.
     bool exact = true;
     if (tid < 128) {
@@ -137,6 +149,10 @@ extern "C" __global__ void __launch_bounds__(256, 2) index_scores_sm90(const bf1
         cp_async_wait<0>();
         __syncthreads();
         scores<FP4, false>(q, w, codes, scales, spans, nullptr, out, T, 32, 128, n, ld, 1, 0, 8);
+        // Each warp counts what it wrote.
+        __syncwarp();
+        for (int c = (blockIdx.x * 8 + warp) * 32 + lane; c < most; c += gridDim.x * 256) count(out[(int64_t)t * ld + c]);
+        add_counts();
         return;
     }
     for (int c = tiles * 128 + blockIdx.x * 256 + tid; c < n; c += gridDim.x * 256) out[(int64_t)t * ld + c] = 0;
@@ -194,6 +210,9 @@ extern "C" __global__ void __launch_bounds__(256, 2) index_scores_sm90(const bf1
         // Lane qd of a quad stores one of the quad's four rows.
         int col = tile * 128 + (warp & 3) * 32 + (qd >> 1) * 16 + (qd & 1) * 8 + g;
         float mine = qd == 0 ? sum[0][0] : qd == 1 ? sum[0][2] : qd == 2 ? sum[1][0] : sum[1][2];
-        if (col < n) out[(int64_t)t * ld + col] = col < most ? sortable(round_bf16(mine)) : (uint16_t)0;
+        uint16_t key = col < most ? sortable(round_bf16(mine)) : (uint16_t)0;
+        if (col < n) out[(int64_t)t * ld + col] = key;
+        count(key);
     }
+    add_counts();
 }

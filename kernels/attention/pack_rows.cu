@@ -7,7 +7,7 @@
 //          (kind 3); kinds as norm_rope_quant's
 // Grid     one block per row, block 128; D a multiple of the group
 // Numerics exact. Values that no scale holds exactly (the CPU refuses them) become the nearest codes
-// Checked  tests_cuda/check_attention.cuh, gpu_check (byte for byte the CPU's)
+// Checked  tests_cuda/check_packed.cuh, gpu_check (byte for byte the CPU's)
 #include "../common/quantise.cuh"
 #include "packed.cuh"
 
@@ -19,6 +19,7 @@ __device__ __forceinline__ uint32_t smallest_scale(float top, int shift, uint32_
 }
 
 extern "C" __global__ void __launch_bounds__(128) pack_rows(const bf16* src, const int32_t* rows, uint8_t* codes, uint8_t* scales, int D, int kind) {
+    after_previous();
     int64_t row = rows[blockIdx.x];
     if (row < 0) return;
     const bf16* x = src + (int64_t)blockIdx.x * D;

@@ -9,7 +9,7 @@
 //          2*32*ceil64(D)*2 + 32*33*4 + 32*40*2 + 32*4*4 + 4*n bytes. D a multiple of 16, at most 512
 // Numerics bf16 operands, f32 sums; p is rounded to bf16 against the running maximum of 32-row tiles over the valid rows in
 //          list order (the reference's tiles are 64 wide: the roundings differ by one bf16 ulp of p). No valid row gives 0
-// Checked  tests_cuda/check.cu, crates/attention/tests
+// Checked  tests_cuda/check_attention.cuh, check_packed.cuh, crates/attention/tests
 #include "rows.cuh"
 
 #define HB 32

@@ -8,7 +8,7 @@
 //          S = 1 writes `out`; S > 1 writes parts for sparse_attn_combine
 //          sparse_attn_packed_sm90 takes scopes of any RowKind and gives the same bits
 // Numerics p is rounded to bf16 against the running maximum of 64-row tiles, as the reference; exp by ex2.approx (2 ulp)
-// Checked  tests_cuda/check_attention.cuh
+// Checked  tests_cuda/check_attention.cuh, check_packed.cuh
 #include "../common/wgmma.cuh"
 #include "rows.cuh"
 
@@ -50,77 +50,78 @@ __device__ __forceinline__ void produce(const Scopes& scopes, const uint32_t* li
     }
 }
 
-// The same of scopes of any RowKind. A packed row's bytes are copied into the memory of the row it is to become, the codes to the first
-// units of panels 0 to 3 and the scales to panel 4, and widened there by the warp that copied them: no room besides the stages, and as
-// many bytes under way as a stage has rows.
+// The same of scopes of any RowKind. A packed row's bytes are copied into the memory of the row they become: codes to the first units of
+// panels 0 to 3, scales to panel 4. So stages are as large as for bf16 rows. Two lanes copy a row, whose kind and place they alone look up.
 __device__ __forceinline__ void produce_packed(const Scopes& scopes, const uint32_t* list, int n, int first, int last, uint8_t* kv, uint32_t full, uint32_t empty) {
-    int tid = threadIdx.x - 256, warp = tid >> 5, lane = tid & 31;
-    uint32_t base = smem_addr(kv);
+    int tid = threadIdx.x - 256, r = tid >> 1, side = tid & 1, x = r & 7;
+    uint32_t base = smem_addr(kv) + r * 128;
     for (int tile = first; tile < last; ++tile) {
-        int i = tile - first, s = i & 1;
-        uint32_t dst = base + s * TILE_BYTES + warp * 128, bf16_rows, fp8_rows, wide_rows;
-        {
-            // Lanes 2j and 2j + 1 know the warp's row j, which is row warp + 4j of the tile.
-            int mine = warp + 4 * (lane >> 1), j = tile * TILE + mine;
-            Row row = {nullptr, nullptr, -1};
-            if (j < n) row = row_of(scopes, list[j], D);
-            bf16_rows = __ballot_sync(FULL, row.kind == ROW_BF16);
-            fp8_rows = __ballot_sync(FULL, row.kind == ROW_FP8);
-            wide_rows = __ballot_sync(FULL, row.kind == ROW_FP4_E8M0);
-            uint32_t some = __ballot_sync(FULL, row.kind >= 0);
-            if (i >= 2) mbar_wait(empty + 8 * s, ((i >> 1) + 1) & 1);
-            // Sixteen or 32 bytes of scales a row.
-            if (row.kind == ROW_FP4_E4M3 || (row.kind > ROW_BF16 && (lane & 1) == 0))
-                cp_async16(dst + 4 * PANEL + (lane >> 1) * 512 + (((lane & 1) ^ (mine & 7)) << 4), row.scales + (lane & 1) * 16);
+        int i = tile - first, s = i & 1, j = tile * TILE + r, units = 0;
+        Row row = {nullptr, nullptr, -1};
+        if (j < n) {
+            row = row_of(scopes, list[j], D);
+            units = stored_bytes(row.kind, D) >> 4;
+        }
+        int most = __reduce_max_sync(FULL, units);
+        if (i >= 2) mbar_wait(empty + 8 * s, ((i >> 1) + 1) & 1);
+        uint32_t dst = base + s * TILE_BYTES;
+        if (row.kind == ROW_FP4_E4M3 || (row.kind > ROW_BF16 && side == 0)) cp_async16(dst + 4 * PANEL + ((side ^ x) << 4), row.scales + side * 16);
 #pragma unroll 4
-            for (int k = 0; k < 16; ++k) {
-                uint32_t at = dst + (lane >> 3) * PANEL + k * 512 + (((lane & 7) ^ ((warp + 4 * k) & 7)) << 4), bit = 1u << (2 * k);
-                const uint8_t* from = reinterpret_cast<const uint8_t*>(__shfl_sync(FULL, reinterpret_cast<uintptr_t>(row.data), 2 * k)) + lane * 16;
-                if (some & bit) {
-                    if (lane < 16 || ((bf16_rows | fp8_rows) & bit)) cp_async16(at, from);
-                    if (bf16_rows & bit) cp_async16(at + 4 * PANEL, from + 512);
+        for (int u = side; u < most; u += 2)
+            if (u < units) cp_async16(dst + (u >> 3) * PANEL + (((u & 7) ^ x) << 4), row.data + u * 16);
+        if (row.kind < 0) {
+            for (int u = side; u < 64; u += 2) store_unit(dst + (u >> 3) * PANEL + ((u & 7) << 4), make_uint4(0, 0, 0, 0));
+            __threadfence_block();  // the zeros, before the arrival below
+        }
+        cp_async_arrive(full + 8 * s);
+    }
+}
+
+// Packed rows of a stage become bf16 ones where they lie. The multiplying warps do it, while the tensor core is at the tile before: the
+// gathering ones have too few registers to be quick. Warp w of eight takes rows w + 8k, lane l columns 16l.., which share a scale.
+__device__ __forceinline__ void widen_rows(const Scopes& scopes, const uint32_t* entries, int left, uint32_t stage) {
+    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, mine = warp + 8 * (lane & 7);
+    int kind = mine < left ? scopes.s[entries[mine] >> SCOPE_SHIFT].kind : ROW_BF16;
+    uint32_t fp8 = __ballot_sync(FULL, kind == ROW_FP8), narrow = __ballot_sync(FULL, kind == ROW_FP4_E4M3), wide = __ballot_sync(FULL, kind == ROW_FP4_E8M0);
+    // Every second four lanes take their halves in the other order: eight lanes then store to eight different bank groups.
+    uint32_t half = lane >> 2 & 1, x = warp << 4, row = stage + warp * 128;
+    uint32_t codes8 = row + (lane >> 3) * PANEL + (((lane & 7) << 4) ^ x) + half * 8, codes4 = row + (lane >> 4) * PANEL + (((lane << 3) & 0x70) ^ x) + (lane & 1) * 8 + half * 4;
+    uint32_t scales32 = row + 4 * PANEL + x + (lane >> 1), scales16 = row + 4 * PANEL + ((lane & 16) ^ x) + (lane & 15);
+    uint32_t to = row + (lane >> 2) * PANEL + (((lane & 3) << 5 | half << 4) ^ x);
+    // Rolled up: the loop that this is part of must stay in the instruction cache.
+#pragma unroll 1
+    for (int k0 = 0; k0 < 8; k0 += 2) {
+        uint32_t w[2][4], scale[2];
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            int k = k0 + j, at = k * 1024;
+            if ((fp8 | narrow | wide) >> k & 1) {
+                asm volatile("ld.shared.u8 %0, [%1];" : "=r"(scale[j]) : "r"(at + (narrow >> k & 1 ? scales16 : scales32)));
+                if (fp8 >> k & 1) {
+                    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(w[j][0]), "=r"(w[j][1]) : "r"(at + codes8));
+                    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(w[j][2]), "=r"(w[j][3]) : "r"((at + codes8) ^ 8));
                 } else {
-                    asm volatile("st.shared.v4.u32 [%0], {%1,%1,%1,%1};" ::"r"(at), "r"(0));
-                    asm volatile("st.shared.v4.u32 [%0], {%1,%1,%1,%1};" ::"r"(at + 4 * PANEL), "r"(0));
+                    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(w[j][0]) : "r"(at + codes4));
+                    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(w[j][2]) : "r"((at + codes4) ^ 4));
                 }
             }
-            bf16_rows |= ~some;
         }
-        cp_async_commit();
-        cp_async_wait<0>();
         __syncwarp();
-        // A lane widens columns 16*lane.., which share a scale. Every second four lanes take their halves in the other order, so that
-        // eight lanes store to eight different bank groups.
-        uint32_t half = lane >> 2 & 1;
-        for (int k = 0; k < 16; ++k, dst += 512) {
-            if (bf16_rows >> (2 * k) & 1) continue;
-            uint32_t x = ((warp + 4 * k) & 7) << 4, scale;
-            bool fp8 = fp8_rows >> (2 * k) & 1, narrow = !(fp8 || (wide_rows >> (2 * k) & 1));
-            uint32_t from = dst + 4 * PANEL + (narrow ? ((lane & 16) ^ x) + (lane & 15) : x + (lane >> 1));
-            asm volatile("ld.shared.u8 %0, [%1];" : "=r"(scale) : "r"(from));
-            uint32_t to = dst + (lane >> 2) * PANEL + (((lane & 3) << 5 | half << 4) ^ x);
-            if (fp8) {
-                uint32_t a[2], b[2];
-                from = dst + (lane >> 3) * PANEL + (((lane & 7) << 4) ^ x) + half * 8;
-                asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(a[0]), "=r"(b[0]) : "r"(from));
-                asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(a[1]), "=r"(b[1]) : "r"(from ^ 8));
-                __syncwarp();
-                scale = scale_pair_e8m0(scale);
-                store_unit(to, widen8_e4m3(a[0], b[0], scale));
-                store_unit(to ^ 16, widen8_e4m3(a[1], b[1], scale));
-            } else {
-                uint32_t a[2];
-                from = dst + (lane >> 4) * PANEL + (((lane << 3) & 0x70) ^ x) + (lane & 1) * 8 + half * 4;
-                asm volatile("ld.shared.u32 %0, [%1];" : "=r"(a[0]) : "r"(from));
-                asm volatile("ld.shared.u32 %0, [%1];" : "=r"(a[1]) : "r"(from ^ 4));
-                __syncwarp();
-                scale = narrow ? scale_pair_e4m3(scale) : scale_pair_e8m0(scale);
-                store_unit(to, widen8_e2m1(a[0], scale));
-                store_unit(to ^ 16, widen8_e2m1(a[1], scale));
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            int k = k0 + j, at = k * 1024;
+            if (fp8 >> k & 1) {
+                uint32_t s = scale_pair_e8m0(scale[j]);
+                store_unit(at + to, widen8_e4m3(w[j][0], w[j][1], s));
+                store_unit((at + to) ^ 16, widen8_e4m3(w[j][2], w[j][3], s));
+            } else if ((narrow | wide) >> k & 1) {
+                uint32_t s = narrow >> k & 1 ? scale_pair_e4m3(scale[j]) : scale_pair_e8m0(scale[j]);
+                store_unit(at + to, widen8_e2m1(w[j][0], s));
+                store_unit((at + to) ^ 16, widen8_e2m1(w[j][2], s));
             }
         }
-        mbar_arrive(full + 8 * s);
     }
+    fence_async_shared();
 }
 
 template <bool PACKED>
@@ -174,12 +175,19 @@ __device__ __forceinline__ void attend(const bf16* q, const Scopes& scopes, cons
         // Maxima in units of log2: scores are scaled by scale * log2(e).
         float c = scale * 1.4426950408889634f, m0 = -1e30f, m1 = -1e30f, l0 = 0.0f, l1 = 0.0f;
         uint32_t kv0 = smem_addr(kv) + wg * 4 * PANEL;
+        if (PACKED && first < last) {
+            mbar_wait(full, 0);
+            widen_rows(scopes, list + first * TILE, n - first * TILE, smem_addr(kv));
+            named_barrier(4, 256);
+        }
         for (int tile = first; tile < last; ++tile) {
             int i = tile - first, s = i & 1, live = n - tile * TILE;
             uint32_t at = kv0 + s * TILE_BYTES;
-            mbar_wait(full + 8 * s, (i >> 1) & 1);
-            // The fence is here and not with the copying threads: there it would wait for copies still in flight.
-            fence_async_shared();
+            if (!PACKED) {
+                mbar_wait(full + 8 * s, (i >> 1) & 1);
+                // The fence is here and not with the copying threads: there it would wait for copies still in flight.
+                fence_async_shared();
+            }
             float sc[32];
             wgmma_fence();
 #pragma unroll
@@ -222,8 +230,14 @@ __device__ __forceinline__ void attend(const bf16* q, const Scopes& scopes, cons
 #pragma unroll
             for (int k = 0; k < 4; ++k) wgmma_n256_bf16_t(o, p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3], desc_swizzle128_t(at + k * 2048, PANEL), 1);
             wgmma_commit();
+            bool more = PACKED && tile + 1 < last;
+            if (more) {
+                mbar_wait(full + 8 * (s ^ 1), ((i + 1) >> 1) & 1);
+                widen_rows(scopes, list + (tile + 1) * TILE, live - TILE, smem_addr(kv) + (s ^ 1) * TILE_BYTES);
+            }
             wgmma_wait<0>();
             if (lane == 0) mbar_arrive(empty + 8 * s);
+            if (more) named_barrier(4, 256);
         }
         l0 += __shfl_xor_sync(FULL, l0, 1); l0 += __shfl_xor_sync(FULL, l0, 2);
         l1 += __shfl_xor_sync(FULL, l1, 1); l1 += __shfl_xor_sync(FULL, l1, 2);

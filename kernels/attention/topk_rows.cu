@@ -5,9 +5,11 @@
 //          index_scores; out [T, k] i32: row of position 0 + position, -1 at the tail only
 // Grid     topk_rows: one block of 1024 per row, n <= 32768. Longer rows: topk_part_hist, topk_part_count,
 //          topk_part_write, each (parts, T) blocks of 256, parts = ceil(n / 8192) <= 1024; workspace per row:
-//          hist [2048] u32 (zero before the first use, zero again after the last kernel), part [parts][33] u32, header [2] u32
+//          hist [2048] u32 (zero before the first use, zero again after the last kernel), part [parts][33] u32, header [2] u32.
+//          topk_part_once is the three in one where all blocks fit the device at once: counter [2] u32, zero before the first use
 // Numerics integers
 // Checked  tests_cuda/check.cu, crates/attention/tests
+#include "../common/grid.cuh"
 #include "../common/util.cuh"
 
 // The thread's 32 consecutive keys, two a register; keys past n read as 0.
@@ -157,34 +159,27 @@ extern "C" __global__ void __launch_bounds__(1024) topk_rows(const uint16_t* key
 
 // ---- rows longer than one block holds ---------------------------------------------------------------------
 // The digit is 11 + 5 bits: bf16 scores share few exponents, and 256 bins would be a handful of hot counters.
-extern "C" __global__ void __launch_bounds__(256) topk_part_hist(const uint16_t* keys, uint32_t* hist, int n, int64_t ld) {
+// Adds a part's keys to the row's histogram.
+__device__ __forceinline__ void add_to_hist(const uint32_t (&v)[16], uint32_t* g) {
     __shared__ uint32_t h[2048];
     for (int i = threadIdx.x; i < 2048; i += 256) h[i] = 0;
     __syncthreads();
-    uint32_t v[16];
-    load_keys(v, keys + blockIdx.y * ld, blockIdx.x * 8192 + threadIdx.x * 32, n);
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
         uint32_t key = KEY(v, i);
         if (key) atomicAdd(&h[key >> 5], 1);
     }
     __syncthreads();
-    uint32_t* g = hist + (int64_t)blockIdx.y * 2048;
     for (int i = threadIdx.x; i < 2048; i += 256)
         if (h[i]) atomicAdd(&g[i], h[i]);
 }
-
-// header[0] = threshold bin (0 when fewer than k keys are non-zero), header[1] = keys in higher bins.
-extern "C" __global__ void __launch_bounds__(256) topk_part_count(const uint16_t* keys, const uint32_t* hist, uint32_t* part, uint32_t* header, int n, int64_t ld,
-                                                                  int k) {
-    __shared__ uint64_t scratch[32];
-    __shared__ uint32_t low[32], found[2], gt_total;
-    int t = blockIdx.y, lane = threadIdx.x & 31;
+// A part's keys in bins above `bin`, then those in it by their low bits.
+__device__ __forceinline__ void count_part(const uint32_t (&v)[16], uint32_t bin, uint32_t* p) {
+    __shared__ uint32_t low[32], gt_total;
     if (threadIdx.x < 32) low[threadIdx.x] = 0;
     if (threadIdx.x == 0) gt_total = 0;
-    find_bin(hist + (int64_t)t * 2048, (uint32_t)k, found, scratch);
-    uint32_t bin = found[0], v[16], gt = 0;
-    load_keys(v, keys + t * ld, blockIdx.x * 8192 + threadIdx.x * 32, n);
+    __syncthreads();
+    uint32_t gt = 0;
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
         uint32_t key = KEY(v, i);
@@ -192,55 +187,38 @@ extern "C" __global__ void __launch_bounds__(256) topk_part_count(const uint16_t
         if (key && key >> 5 == bin) atomicAdd(&low[key & 31], 1);
     }
     gt = __reduce_add_sync(FULL, gt);
-    if (lane == 0) atomicAdd(&gt_total, gt);
+    if ((threadIdx.x & 31) == 0) atomicAdd(&gt_total, gt);
     __syncthreads();
-    uint32_t* p = part + ((int64_t)t * gridDim.x + blockIdx.x) * 33;
     if (threadIdx.x < 32) p[1 + threadIdx.x] = low[threadIdx.x];
-    if (threadIdx.x == 0) {
-        p[0] = gt_total;
-        if (blockIdx.x == 0) { header[2 * t] = bin; header[2 * t + 1] = found[1]; }
-    }
+    if (threadIdx.x == 0) p[0] = gt_total;
 }
-
-extern "C" __global__ void __launch_bounds__(256) topk_part_write(const uint16_t* keys, uint32_t* hist, const uint32_t* part, const uint32_t* header,
-                                                                  const int2* spans, const int32_t* blocks, int32_t* out, int n, int64_t ld, int k, int B,
-                                                                  int block) {
-    __shared__ uint64_t scratch[32];
-    __shared__ uint32_t thr_s, need_s, chosen_s, gt_s, eq_s;
-    int t = blockIdx.y, parts = gridDim.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    if (threadIdx.x == 0) { gt_s = 0; eq_s = 0; }
-    __shared__ uint32_t sums[8][32];
-    const uint32_t* pt = part + (int64_t)t * parts * 33;
-    uint32_t s = 0;
-    for (int p = warp; p < parts; p += 8) s += pt[p * 33 + 1 + lane];
-    sums[warp][lane] = s;
+// What the counts of all parts (`pt`) leave to this one.
+__device__ __forceinline__ void write_part(const uint32_t (&v)[16], int at, uint32_t bin, uint32_t above, const uint32_t* pt, const int2* spans, const int32_t* blocks,
+                                           int32_t* out, int t, int k, int B, int block, uint64_t* scratch) {
+    __shared__ uint32_t thr_s, need_s, chosen_s, gt_s, eq_s, all[8][32], earlier[8][32], higher[8];
+    int parts = gridDim.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    // Of all parts, and of those before this one, the bin's keys by their low bits; of the latter also the keys of higher bins.
+    uint32_t s = 0, e = 0, g = 0;
+    for (int p = warp; p < parts; p += 8) {
+        uint32_t c = pt[p * 33 + 1 + lane];
+        s += c;
+        if (p < (int)blockIdx.x) { e += c; g += pt[p * 33]; }
+    }
+    all[warp][lane] = s;
+    earlier[warp][lane] = e;
+    if (lane == 0) higher[warp] = g;
     __syncthreads();
     if (warp == 0) {
-        s = 0;
-        for (int w = 0; w < 8; ++w) s += sums[w][lane];
-        uint32_t thr, need;
-        find_threshold(s, header[2 * t], header[2 * t + 1], (uint32_t)k, thr, need);
-        if (lane == 0) { thr_s = thr; need_s = need; }
+        s = 0; e = 0; g = 0;
+        for (int w = 0; w < 8; ++w) { s += all[w][lane]; e += earlier[w][lane]; g += higher[w]; }
+        uint32_t thr, need, key = bin << 5 | (uint32_t)lane;
+        find_threshold(s, bin, above, (uint32_t)k, thr, need);
+        // Keys above and at the threshold in earlier parts; without a threshold it is 0, and so is the bin.
+        uint32_t gt = g + __reduce_add_sync(FULL, key > thr ? e : 0), eq = __reduce_add_sync(FULL, key == thr ? e : 0);
+        if (lane == 0) { thr_s = thr; need_s = need; gt_s = gt; eq_s = eq; }
     }
     __syncthreads();
     uint32_t thr = thr_s, need_eq = need_s;
-    // Keys above and at the threshold in earlier parts; without a threshold, bin is 0 and p[0] misses its low keys.
-    uint32_t gt = 0, eq = 0;
-    for (int p = threadIdx.x; p < (int)blockIdx.x; p += 256) {
-        const uint32_t* q = pt + p * 33;
-        gt += q[0];
-        for (int l = 0; l < 32; ++l) {
-            uint32_t key = header[2 * t] << 5 | (uint32_t)l;
-            gt += key > thr ? q[1 + l] : 0;
-            eq += key == thr ? q[1 + l] : 0;
-        }
-    }
-    gt = __reduce_add_sync(FULL, gt);
-    eq = __reduce_add_sync(FULL, eq);
-    if (lane == 0) { atomicAdd(&gt_s, gt); atomicAdd(&eq_s, eq); }
-    uint32_t v[16];
-    int at = blockIdx.x * 8192 + threadIdx.x * 32;
-    load_keys(v, keys + t * ld, at, n);
     uint64_t mine = 0;
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
@@ -255,6 +233,58 @@ extern "C" __global__ void __launch_bounds__(256) topk_part_write(const uint16_t
         __syncthreads();
         for (int i = chosen_s + threadIdx.x; i < k; i += 256) row[i] = -1;
     }
-    // The histogram is not read any more: leave it zero for the next call.
-    for (int i = blockIdx.x * 256 + threadIdx.x; i < 2048; i += parts * 256) hist[(int64_t)t * 2048 + i] = 0;
+}
+// The histogram is not read any more: it is left zero for the next call.
+__device__ __forceinline__ void clear_hist(uint32_t* hist) {
+    for (int i = blockIdx.x * 256 + threadIdx.x; i < 2048; i += gridDim.x * 256) hist[i] = 0;
+}
+
+extern "C" __global__ void __launch_bounds__(256) topk_part_hist(const uint16_t* keys, uint32_t* hist, int n, int64_t ld) {
+    uint32_t v[16];
+    load_keys(v, keys + blockIdx.y * ld, blockIdx.x * 8192 + threadIdx.x * 32, n);
+    add_to_hist(v, hist + (int64_t)blockIdx.y * 2048);
+}
+
+// header[0] = threshold bin (0 when fewer than k keys are non-zero), header[1] = keys in higher bins.
+extern "C" __global__ void __launch_bounds__(256) topk_part_count(const uint16_t* keys, const uint32_t* hist, uint32_t* part, uint32_t* header, int n, int64_t ld,
+                                                                  int k) {
+    __shared__ uint64_t scratch[32];
+    __shared__ uint32_t found[2];
+    int t = blockIdx.y;
+    uint32_t v[16];
+    load_keys(v, keys + t * ld, blockIdx.x * 8192 + threadIdx.x * 32, n);
+    find_bin(hist + (int64_t)t * 2048, (uint32_t)k, found, scratch);
+    count_part(v, found[0], part + ((int64_t)t * gridDim.x + blockIdx.x) * 33);
+    if (threadIdx.x == 0 && blockIdx.x == 0) { header[2 * t] = found[0]; header[2 * t + 1] = found[1]; }
+}
+
+extern "C" __global__ void __launch_bounds__(256) topk_part_write(const uint16_t* keys, uint32_t* hist, const uint32_t* part, const uint32_t* header,
+                                                                  const int2* spans, const int32_t* blocks, int32_t* out, int n, int64_t ld, int k, int B,
+                                                                  int block) {
+    __shared__ uint64_t scratch[32];
+    int t = blockIdx.y, at = blockIdx.x * 8192 + threadIdx.x * 32;
+    uint32_t v[16];
+    load_keys(v, keys + t * ld, at, n);
+    write_part(v, at, header[2 * t], header[2 * t + 1], part + (int64_t)t * gridDim.x * 33, spans, blocks, out, t, k, B, block, scratch);
+    clear_hist(hist + (int64_t)t * 2048);
+}
+
+// The three at once, their keys kept in registers; launched cooperatively. counted 1: the histogram is there already.
+extern "C" __global__ void __launch_bounds__(256, 2) topk_part_once(const uint16_t* keys, uint32_t* hist, uint32_t* part, uint32_t* counter, const int2* spans,
+                                                                 const int32_t* blocks, int32_t* out, int n, int64_t ld, int k, int B, int block,
+                                                                 int counted) {
+    __shared__ uint64_t scratch[32];
+    __shared__ uint32_t found[2];
+    int t = blockIdx.y, at = blockIdx.x * 8192 + threadIdx.x * 32;
+    uint32_t v[16], grid = gridDim.x * gridDim.y, *own = hist + (int64_t)t * 2048, *counts = part + (int64_t)t * gridDim.x * 33;
+    load_keys(v, keys + t * ld, at, n);
+    if (!counted) {
+        add_to_hist(v, own);
+        grid_barrier(counter, grid);
+    }
+    find_bin(own, (uint32_t)k, found, scratch);
+    count_part(v, found[0], counts + blockIdx.x * 33);
+    grid_barrier(counter, grid);
+    write_part(v, at, found[0], found[1], counts, spans, blocks, out, t, k, B, block, scratch);
+    clear_hist(own);
 }

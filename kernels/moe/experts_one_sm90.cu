@@ -17,6 +17,7 @@
 // A stage's eight groups use the eight columns of the instruction's B operand: group j of the token is column j, the rest of the
 // operand zero, and the products add up in one accumulator. So a lane gets just the sums it scales, two groups of two rows, and has
 // codes of just one group to widen.
+#include "../common/grid.cuh"
 #include "../common/few_sm90.cuh"
 #include "../common/swiglu.cuh"
 
@@ -24,16 +25,6 @@ constexpr int NS = 4, CODES = 16 * 128, STAGE = CODES + 16 * 8;
 
 __device__ __forceinline__ void cp_async8_if(bool wanted, uint32_t dst, const void* src) {
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; @p cp.async.ca.shared.global [%0], [%1], 8; }" ::"r"(dst), "l"(src), "r"((int)wanted));
-}
-__device__ __forceinline__ uint32_t load_acquire(const uint32_t* p) {
-    uint32_t v;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-    return v;
-}
-__device__ __forceinline__ uint32_t arrive(uint32_t* counter, uint32_t limit) {
-    uint32_t old;
-    asm volatile("atom.inc.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(old) : "l"(counter), "r"(limit) : "memory");
-    return old;
 }
 
 struct Weights {
@@ -278,13 +269,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) experts_one(const bf16* xs,
         if (warp < 2) hc[to + lane] = (uint8_t)fp8_code(v, e8m0_inverse(s));
         if (warp < 2 && lane == 0) hs[to >> 5] = (uint8_t)s;
     }
-    __syncthreads();
-    if (tid == 0) {
-        uint32_t turn = load_acquire(counter + 1);
-        if (arrive(counter, grid - 1) == grid - 1u) arrive(counter + 1, 0xffffffffu);
-        else while (load_acquire(counter + 1) == turn) {}
-    }
-    __syncthreads();
+    grid_barrier(counter, grid);
     for (int t = first_down; t < downs; t += grid) {
         int slot_e = t / down_blocks, block = t % down_blocks, d = block * 128 + tid;
         x.load(hc + (int64_t)slot_e * inter, hs + (int64_t)slot_e * (inter >> 5), inter >> 5);

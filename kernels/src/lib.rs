@@ -61,6 +61,7 @@ pub const OVERLAPPING: &[&str] = &[
     "hc_step_few",
     "moe_combine",
     "norm_rope_quant",
+    "pack_rows",
     "rms_norm",
     "rope_and_row",
     "scale_bf16",

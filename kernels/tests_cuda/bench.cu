@@ -153,7 +153,7 @@ static void bench_index() {
         Dev<bf16> coded(H * D);
         launch("quant/fake_quant_fp4", dim3(H * D / 256), 256, 0, q.p, coded.p, (uint8_t*)nullptr, (uint8_t*)nullptr, (int64_t)H * D, 32);
         CUDA(cudaDeviceSynchronize());
-        us = graph_us([&](int i) { launch("attention/index_scores_sm90", dim3(g, 1), 256, 4096 + 8 * 4 * 2176, coded.p, w.p, codes[i % 6].p, scales[i % 6].p, span.p, keys.p, 1, n, (int64_t)n); });
+        us = graph_us([&](int i) { launch("attention/index_scores_sm90", dim3(g, 1), 256, 4096 + 8 * 4 * 2176, coded.p, w.p, codes[i % 6].p, scales[i % 6].p, span.p, keys.p, (uint32_t*)nullptr, 1, n, (int64_t)n); });
         row("index_scores_sm90", fmt("T1 512K grid %d", g), us, 68.0 * n + 2.0 * n, 2.0 * H * D * n);
     }
     Dev<uint32_t> hist(2048), part(64 * 33), header(2);

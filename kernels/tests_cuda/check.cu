@@ -279,6 +279,7 @@ static void check_fp8_many() {
 
 #include "check_moe.cuh"
 #include "check_attention.cuh"
+#include "check_packed.cuh"
 #include "check_stream.cuh"
 
 int main(int argc, char** argv) {
@@ -293,6 +294,7 @@ int main(int argc, char** argv) {
     run("many", check_fp8_many);
     run("moe", check_moe);
     run("attention", check_attention);
+    run("packed", check_packed);
     run("index", check_index);
     run("hyperconn", check_hyperconn);
     run("engram", check_engram);

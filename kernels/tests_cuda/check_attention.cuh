@@ -220,14 +220,23 @@ static void check_scores(int T, int H, int D, int n, int tq, bool packed, bool c
     Dev<int> db(blocks);
     int cols = cand ? B * block : n, ld = cols + 5;
     Dev<uint16_t> out((size_t)T * ld);
+    Dev<uint32_t> counts((size_t)T * 2048);
+    counts.zero();
     int nts = (H + 15) / 16 * 2;
-    if (sm90) launch("attention/index_scores_sm90", dim3(5, T), 256, 4096 + 8 * 4 * 2176, q.p, w.p, codes.p, scales.p, ds.p, out.p, T, cols, (int64_t)ld);
+    if (sm90) launch("attention/index_scores_sm90", dim3(5, T), 256, 4096 + 8 * 4 * 2176, q.p, w.p, codes.p, scales.p, ds.p, out.p, counts.p, T, cols, (int64_t)ld);
     else launch(packed ? "attention/index_scores:index_scores_fp4" : "attention/index_scores:index_scores_bf16", dim3(3, (T + tq - 1) / tq), 256, tq * nts * 2064, q.p, w.p,
            packed ? codes.p : (uint8_t*)keys.p, scales.p, ds.p, cand ? db.p : nullptr, out.p, T, H, D, cols, (int64_t)ld, tq, B, block);
     Dev<float> ref((size_t)T * n);
     ref_scores<<<((size_t)T * n + 127) / 128, 128>>>(q, w, keys, packed ? codes.p : nullptr, scales, ds, ref, T, H, D, n);
     auto got = out.get();
     auto want = ref.get();
+    if (sm90) {
+        std::vector<uint32_t> each((size_t)T * 2048);
+        for (int t = 0; t < T; ++t)
+            for (int c = 0; c < cols; ++c)
+                if (uint16_t key = got[(size_t)t * ld + c]) ++each[(size_t)t * 2048 + (key >> 5)];
+        same("index_scores_sm90 counts", fmt("T%d n%d", T, n), counts.get(), each);
+    }
     size_t off = 0, bad = 0, total = 0;
     for (int t = 0; t < T; ++t)
         for (int c = 0; c < cols; ++c) {
@@ -280,6 +289,14 @@ static void check_topk(int T, int n, int k, int distinct, bool cand) {
         launch("attention/topk_rows:topk_part_write", dim3(parts, T), 256, 0, dk.p, hist.p, part.p, header.p, ds.p, cand ? db.p : nullptr, out.p, n, (int64_t)ld, k, B, block);
     }
     same("topk_part", shape, out.get(), want);
+    if (parts * T > 264) return;
+    Dev<uint32_t> counter(2);
+    counter.zero();
+    for (int again = 0; again < 2; ++again) {
+        out.poison();
+        launch_cooperative("attention/topk_rows:topk_part_once", dim3(parts, T), 256, 0, dk.p, hist.p, part.p, counter.p, ds.p, cand ? db.p : nullptr, out.p, n, (int64_t)ld, k, B, block, 0);
+    }
+    same("topk_part_once", shape, out.get(), want);
 }
 static void check_index() {
     for (bool coded : {true, false}) {

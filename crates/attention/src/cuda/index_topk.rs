@@ -11,6 +11,7 @@ use deepseek_v41_core::{
 };
 use half::bf16;
 
+use super::topk_rows::{Counts, Scores, select};
 use crate::ops::{CandidateBlocks, IndexSpan};
 use crate::rows::RowQuant;
 use crate::stored::StoredRows;
@@ -19,11 +20,6 @@ const OP: &str = "index_topk";
 
 /// Bytes of scores held at a time; longer prefills go in groups of queries.
 const SCORE_BYTES: usize = 64 << 20;
-/// Columns that one block selects from.
-const ONE_BLOCK: usize = 32_768;
-/// Columns of one part of a longer row.
-const PART: usize = 8192;
-
 /// What an index pass is to keep, as in `index_topk`.
 pub(crate) struct Wanted {
     pub(crate) k: usize,
@@ -38,18 +34,6 @@ pub(crate) struct Spans<'a> {
     pub(crate) rows: &'a Tensor,
     /// Positions to score, at least the most that any query may see.
     pub(crate) columns: usize,
-}
-
-/// A `[T, columns]` matrix of sortable 16-bit scores, and how its columns become rows of a pool.
-struct Scores<'a> {
-    keys: Ptr<'a>,
-    rows: usize,
-    n: usize,
-    ld: usize,
-    spans: Ptr<'a>,
-    blocks: Ptr<'a>,
-    per_row: usize,
-    block: usize,
 }
 
 /// Scoring and selection of checked operands: `[T, k]` rows and `[T, topk_blocks]` block ids, i32.
@@ -139,9 +123,10 @@ pub(crate) fn index_topk(
             dim: d,
             shared,
         };
-        score(dev, &queries, &keys, &found)?;
+        let mut counts = Counts::of(dev, &found, k)?;
+        score(dev, &queries, &keys, &found, counts.as_mut())?;
         if k > 0 {
-            select(dev, &found, k, topk.ptr().offset(4 * first * k))?;
+            select(dev, &found, k, topk.ptr().offset(4 * first * k), counts)?;
         }
         if let Some(best) = &best {
             let launch = Launch::new(dev, kernels::CANDIDATE_BLOCKS, "block_max")
@@ -169,6 +154,7 @@ pub(crate) fn index_topk(
                 &by_block,
                 topk_blocks,
                 chosen.ptr().offset(4 * first * topk_blocks),
+                Counts::of(dev, &by_block, topk_blocks)?,
             )?;
         }
     }
@@ -237,10 +223,20 @@ struct Queries<'a> {
     shared: usize,
 }
 
-/// Fills `out` with the scores of every query.
-fn score(dev: &CudaDevice, queries: &Queries<'_>, keys: &Keys<'_>, out: &Scores<'_>) -> Result<()> {
+/// Fills `out` with the scores of every query, and counts them if the kernel can.
+fn score(
+    dev: &CudaDevice,
+    queries: &Queries<'_>,
+    keys: &Keys<'_>,
+    out: &Scores<'_>,
+    counts: Option<&mut Counts>,
+) -> Result<()> {
     let blocks = 2 * multiprocessors(dev)?;
     if keys.kernel == Kernel::Hopper {
+        let hist = counts.map(|counts| {
+            counts.done = true;
+            counts.hist.ptr()
+        });
         let launch = Launch::new(dev, kernels::INDEX_SCORES_SM90, "index_scores_sm90")
             .ptr(queries.q)
             .ptr(queries.weights)
@@ -248,6 +244,7 @@ fn score(dev: &CudaDevice, queries: &Queries<'_>, keys: &Keys<'_>, out: &Scores<
             .ptr(keys.scales)
             .ptr(out.spans)
             .ptr(out.keys)
+            .maybe(hist)
             .int(out.rows)
             .int(out.n)
             .long(out.ld);
@@ -285,59 +282,4 @@ fn score(dev: &CudaDevice, queries: &Queries<'_>, keys: &Keys<'_>, out: &Scores<
     let shared = queries.shared * 2 * queries.heads.div_ceil(16) * 2080;
     // SAFETY: q [rows, H, D], weights [rows, H], visible spans inside the pool, scores [rows, ld].
     unsafe { launch.launch(grid, 256, shared) }
-}
-
-/// The `k` best columns of each row as ascending pool rows, -1 at the tail.
-fn select(dev: &CudaDevice, s: &Scores<'_>, k: usize, out: Ptr<'_>) -> Result<()> {
-    let finish = |launch: Launch<'_>, grid: (usize, usize, usize), block: usize| {
-        // SAFETY: scores [rows, ld], out [rows, k], workspaces as the kernels ask.
-        unsafe { launch.launch(grid, block, 0) }
-    };
-    if s.n <= ONE_BLOCK {
-        let launch = Launch::new(dev, kernels::TOPK_ROWS, "topk_rows")
-            .ptr(s.keys)
-            .ptr(s.spans)
-            .ptr(s.blocks)
-            .ptr(out)
-            .int(s.n)
-            .long(s.ld)
-            .int(k)
-            .int(s.per_row)
-            .int(s.block);
-        return finish(launch, (s.rows, 1, 1), 1024);
-    }
-    let parts = s.n.div_ceil(PART);
-    let grid = (parts, s.rows, 1);
-    let hist = Out::<u32>::zeros(dev, 2048 * s.rows)?;
-    let part = Out::<u32>::new(dev, 33 * parts * s.rows)?;
-    let header = Out::<u32>::new(dev, 2 * s.rows)?;
-    let launch = Launch::new(dev, kernels::TOPK_ROWS, "topk_part_hist")
-        .ptr(s.keys)
-        .ptr(hist.ptr())
-        .int(s.n)
-        .long(s.ld);
-    finish(launch, grid, 256)?;
-    let launch = Launch::new(dev, kernels::TOPK_ROWS, "topk_part_count")
-        .ptr(s.keys)
-        .ptr(hist.ptr())
-        .ptr(part.ptr())
-        .ptr(header.ptr())
-        .int(s.n)
-        .long(s.ld)
-        .int(k);
-    finish(launch, grid, 256)?;
-    let launch = Launch::new(dev, kernels::TOPK_ROWS, "topk_part_write")
-        .ptr(s.keys)
-        .ptr(hist.ptr())
-        .ptr(part.ptr())
-        .ptr(header.ptr())
-        .ptr(s.spans)
-        .ptr(s.blocks)
-        .ptr(out)
-        .int(s.n)
-        .long(s.ld)
-        .int(k)
-        .int(s.per_row)
-        .int(s.block);
-    finish(launch, grid, 256)
 }

@@ -4,6 +4,7 @@
 
 mod index_topk;
 mod sparse_attn;
+mod topk_rows;
 
 use candle_core::{CudaStorage, DType, Layout, Tensor, backend::BackendStorage as _};
 use deepseek_v41_core::{

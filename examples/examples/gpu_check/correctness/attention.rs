@@ -137,6 +137,7 @@ pub(super) fn index(gpu: &Device, rng: &Random, r: &mut Report) -> Result<()> {
         (5, 16, 32, 300, 40, 5, 16),
         (9, 32, 128, 5000, 512, 40, 64),
         (2, 5, 64, 70_000, 512, 300, 64),
+        (40, 2, 32, 70_000, 300, 300, 64),
         (130, 4, 64, 700, 48, 24, 8),
     ] {
         // fp4 values: every product and sum is exact, so that scores and ties are the same.
