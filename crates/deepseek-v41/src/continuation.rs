@@ -159,11 +159,11 @@ impl Continuation {
     fn keep_equal(&mut self, drafts: &[u32], rows: &Rows, verified: &mut Verified) -> Result<()> {
         let len = match rows {
             Rows::Logits(rows) => rows.len(),
-            Rows::Best(tokens) => tokens.len(),
+            Rows::Chosen(tokens) => tokens.len(),
         };
         for j in 0..len {
             let sampled = match rows {
-                Rows::Best(tokens) => Sampled::plain(tokens[j]),
+                Rows::Chosen(tokens) => Sampled::plain(tokens[j]),
                 Rows::Logits(rows) => {
                     let history = TokenHistory {
                         prompt: &self.prompt_ids,

@@ -359,7 +359,7 @@ impl<'s, 'm> Generation<'s, 'm> {
                 None => ControlFlow::Continue(()),
             })
         })?;
-        out.map(|out| Rows::of(&out, 0, 1, want.best)).transpose()
+        out.map(|out| Rows::of(&out, 0, 1, sampler)).transpose()
     }
 
     /// One pass: the last token, and guesses after it.
@@ -375,7 +375,8 @@ impl<'s, 'm> Generation<'s, 'm> {
         };
         let out = session.verify(ids, want)?;
         session.pending.clear();
-        let rows = Rows::of(&out, run - 1, proposal.tokens.len() + 1, want.best)?;
+        let (first, n) = (run - 1, proposal.tokens.len() + 1);
+        let rows = Rows::of(&out, first, n, &mut self.text.sampler)?;
         let mut verified = Verified::default();
         let done = self.text.verify(&proposal, &rows, &mut verified);
         // The text is now its last run token, the drafts that stood, and perhaps one not run yet: also

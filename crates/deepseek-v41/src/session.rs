@@ -9,7 +9,10 @@ use deepseek_v41_model::{
     SequenceId,
 };
 
-use crate::{DeepSeekV41, GenerateOptions, Generation, Prompt, sampling::Sampler};
+use crate::{
+    DeepSeekV41, GenerateOptions, Generation, Prompt,
+    sampling::{Needs, Sampler},
+};
 
 /// One sequence and its caches. Generating appends to it, so a conversation goes on without reading
 /// its history again.
@@ -188,10 +191,10 @@ impl<'m> Session<'m> {
         Ok(Tensor::zeros((0, width), DType::BF16, device)?)
     }
 
-    /// Whether passes are to choose the most likely tokens themselves: off the CPU, where a row of logits
-    /// is a copy away.
+    /// Whether passes are to choose tokens themselves, or to prepare for it: off the CPU, where a row of
+    /// logits is a copy away.
     pub(crate) fn chooses(&self, sampler: &Sampler) -> bool {
-        sampler.takes_best() && !self.model.transformer().device().is_cpu()
+        sampler.needs() != Needs::Logits && !self.model.transformer().device().is_cpu()
     }
 
     /// Runs the last token of the text and guesses after it in one pass.

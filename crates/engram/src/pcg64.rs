@@ -114,6 +114,27 @@ impl Pcg64 {
         self.state = self.state.wrapping_mul(MULTIPLIER).wrapping_add(self.inc);
     }
 
+    /// State and increment, for whoever continues it elsewhere.
+    pub fn parts(&self) -> (u128, u128) {
+        (self.state, self.inc)
+    }
+
+    /// Passes over `n` words, in about `log n` steps.
+    pub fn advance(&mut self, mut n: u64) {
+        let (mut mul, mut add) = (MULTIPLIER, self.inc);
+        let (mut all_mul, mut all_add) = (1u128, 0u128);
+        while n > 0 {
+            if n & 1 == 1 {
+                all_mul = all_mul.wrapping_mul(mul);
+                all_add = all_add.wrapping_mul(mul).wrapping_add(add);
+            }
+            add = mul.wrapping_add(1).wrapping_mul(add);
+            mul = mul.wrapping_mul(mul);
+            n >>= 1;
+        }
+        self.state = self.state.wrapping_mul(all_mul).wrapping_add(all_add);
+    }
+
     /// The next 64-bit word.
     pub fn next_u64(&mut self) -> u64 {
         self.step();
@@ -224,6 +245,18 @@ mod tests {
         let (mut a, mut b) = (Pcg64::from_seed(3), Pcg64::from_seed(3));
         assert_eq!(a.integer_up_to(0), 0);
         assert_eq!(a.next_u64(), b.next_u64());
+    }
+
+    #[test]
+    fn words_can_be_passed_over() {
+        for n in [0, 1, 2, 3, 64, 1000, 129_280] {
+            let mut one = Pcg64::from_seed(11);
+            let mut other = one.clone();
+            (0..n).for_each(|_| drop(one.next_u64()));
+            other.advance(n);
+            assert_eq!(one.parts(), other.parts(), "{n}");
+            assert_eq!(one.next_u64(), other.next_u64(), "{n}");
+        }
     }
 
     #[test]

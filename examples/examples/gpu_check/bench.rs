@@ -12,11 +12,16 @@ use candle_core::{DType, Device, Tensor};
 use deepseek_v41::{
     DeepSeekV41, LoadOptions, Result,
     attention::ops::{IndexSpan, KvScope, index_topk, sparse_attn},
-    core::{LocalComm, RmsNorm, argmax, best, rms_norm},
+    core::{
+        LocalComm, RmsNorm, argmax, best,
+        cuda::sample::{DrawRow, sample},
+        rms_norm,
+    },
     hyperconn::{Flow, HyperConn, HyperConnConfig, PreMix, Site},
     model::{ForwardBatch, Limits, ModelState},
     moe::{Moe, MoeConfig, ScoreFunc},
     quant::{Linear, WeightFormat, act_quant, fake_quant_fp8},
+    sampling::{Sampler, SamplingParams, TokenHistory},
 };
 
 use crate::data::{Random, checkpoint};
@@ -203,7 +208,38 @@ fn sampling(device: &Device, top: &Ceilings) -> Result<()> {
             let rows = logits.to_vec2::<f32>()?;
             Ok(rows.iter().map(|row| best(row)).collect::<Vec<_>>())
         })?;
-        row("logits to the host", &shape, seconds, bytes(), top);
+        row("greedy on the host", &shape, seconds, bytes(), top);
+        for (name, top_k, top_p) in [
+            ("temperature", 0, 1.0),
+            ("top-p 0.95", 0, 0.95),
+            ("top-k 50, top-p 0.95", 50, 0.95),
+        ] {
+            let params = SamplingParams {
+                top_k,
+                top_p,
+                seed: Some(1),
+                ..SamplingParams::default()
+            };
+            let draw = DrawRow {
+                state: 3,
+                inc: 5,
+                temperature: 1.0,
+                top_k,
+                top_p,
+                min_p: 0.0,
+            };
+            let draws = vec![draw; rows];
+            let seconds = time(device, 100, |_| sample(&logits, &argmax(&logits)?, &draws))?;
+            row(&format!("drawn, {name}"), &shape, seconds, bytes(), top);
+            let mut sampler = Sampler::new(params)?;
+            let seconds = time(device, 10, |_| {
+                let rows = logits.to_vec2::<f32>()?;
+                let rows = rows.iter();
+                rows.map(|row| sampler.sample(row, TokenHistory::default()))
+                    .collect::<Result<Vec<_>>>()
+            })?;
+            row(&format!("host, {name}"), &shape, seconds, bytes(), top);
+        }
     }
     Ok(())
 }

@@ -4,7 +4,7 @@ use std::{collections::HashMap, path::Path, time::Instant};
 
 use candle_core::{DType, Device, Tensor};
 use deepseek_v41::{
-    DeepSeekV41, Event, GenerateOptions, LoadOptions, Result, Speculation,
+    DeepSeekV41, Event, GenerateOptions, LoadOptions, Result, SamplingParams, Speculation,
     model::{ForwardBatch, Limits, ModelState, Probe},
     moe::Routing,
     speculative::{DraftLength, PromptLookup},
@@ -86,6 +86,62 @@ fn generate(model: &DeepSeekV41, speculation: Speculation, n: usize) -> Result<(
     let seconds = start.elapsed().as_secs_f64();
     let rate = (tokens.len().saturating_sub(1)) as f64 / seconds;
     Ok((tokens, rate))
+}
+
+/// The text of a seed, its tokens chosen where the logits are or, with a hook that does nothing, on the host.
+fn drawn(model: &DeepSeekV41, sampling: &SamplingParams, on_host: bool) -> Result<(Vec<u32>, f64)> {
+    let options = GenerateOptions {
+        sampling: sampling.clone(),
+        max_tokens: 128,
+        ignore_eos: true,
+        ..GenerateOptions::default()
+    };
+    let mut generation = model.generate("Once upon a time", &options)?;
+    if on_host {
+        let nothing = |_: &[u32], _: &mut [f32]| -> Result<()> { Ok(()) };
+        generation.sampler().add_hook(nothing);
+    }
+    let (mut tokens, start) = (Vec::new(), Instant::now());
+    for event in generation {
+        if let Event::Token(token) = event? {
+            tokens.push(token.token);
+        }
+    }
+    let rate = tokens.len() as f64 / start.elapsed().as_secs_f64();
+    Ok((tokens, rate))
+}
+
+/// Texts drawn on both sides of the bus.
+#[allow(
+    clippy::print_stdout,
+    reason = "the report is what this program is for"
+)]
+fn draws(model: &DeepSeekV41, r: &mut Report) -> Result<()> {
+    for (temperature, top_k, top_p, min_p) in [
+        (0.0, 0, 1.0, 0.0),
+        (1.0, 0, 1.0, 0.0),
+        (1.0, 0, 0.95, 0.0),
+        (0.8, 40, 0.9, 0.05),
+    ] {
+        let sampling = SamplingParams {
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            seed: Some(17),
+            ..SamplingParams::default()
+        };
+        let (own, rate) = drawn(model, &sampling, false)?;
+        let (host, host_rate) = drawn(model, &sampling, true)?;
+        let name = format!("t {temperature} k {top_k} p {top_p} min {min_p}");
+        println!(
+            "       tiny, {name}: {rate:.0} tokens a second, {host_rate:.0} chosen on the host"
+        );
+        let differ = own.iter().zip(&host).filter(|(a, b)| a != b).count();
+        let differ = differ + own.len().abs_diff(host.len());
+        r.error("tiny text = chosen on the host", &name, differ as f64, 0.0);
+    }
+    Ok(())
 }
 
 /// Which experts and rows one device chose, and how often the other one agreed.
@@ -262,6 +318,7 @@ pub(crate) fn tiny(gpu: &Device, r: &mut Report) -> Result<()> {
         text.len()
     );
     println!("       tiny decode: {rate:.0} tokens a second, {cpu_rate:.0} on the CPU");
+    draws(&gpu_model, r)?;
     for (name, speculation) in [
         (
             "prompt lookup",

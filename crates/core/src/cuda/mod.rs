@@ -15,6 +15,7 @@ mod launch;
 mod mapped;
 mod modules;
 pub mod ops;
+pub mod sample;
 mod scope;
 mod scratch;
 mod staged;

@@ -12,7 +12,7 @@ use super::{
 };
 use crate::{
     continuation::Verified,
-    sampling::Rows,
+    sampling::{Needs, Rows},
     session::spans_within,
     speculative::{DraftItem, Proposal, propose_all, schedule, sigmoid},
 };
@@ -181,9 +181,9 @@ impl<'m> Engine<'m> {
         Ok(proposals)
     }
 
-    /// Whether a pass is to choose a request's most likely tokens itself.
+    /// Whether a pass is to choose a request's tokens itself, or to prepare for it.
     fn chooses(&self, job: &Job<'_>) -> bool {
-        job.text.sampler.takes_best() && !self.model.transformer().device().is_cpu()
+        job.text.sampler.needs() != Needs::Logits && !self.model.transformer().device().is_cpu()
     }
 
     /// Takes a request's part of a pass: the `rows` after its newest tokens, `hidden` of all of them.
@@ -194,13 +194,17 @@ impl<'m> Engine<'m> {
         rows: Range<usize>,
         hidden: Option<Tensor>,
     ) -> Result<()> {
-        let best = self.chooses(&self.running[part.at]);
         let job = &mut self.running[part.at];
         job.mark = None;
         let (ran, drafts) = (part.chunk.token_ids.len(), part.proposal.tokens.len());
         let mut kept = ran;
         if job.is_decoding() || job.ends_prompt(job.run + ran) {
-            let rows = Rows::of(out, rows.end - drafts - 1, drafts + 1, best)?;
+            let rows = Rows::of(
+                out,
+                rows.end - drafts - 1,
+                drafts + 1,
+                &mut job.text.sampler,
+            )?;
             let mut verified = Verified::default();
             job.error = job.text.verify(&part.proposal, &rows, &mut verified).err();
             job.extend();

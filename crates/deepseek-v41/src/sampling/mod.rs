@@ -26,6 +26,7 @@ mod sampler;
 pub use filter::probs;
 pub use params::SamplingParams;
 pub(crate) use rows::Rows;
+pub(crate) use sampler::Needs;
 pub use sampler::{LogitsHook, Sampled, Sampler, TokenLogprob};
 
 /// The tokens penalties look at.

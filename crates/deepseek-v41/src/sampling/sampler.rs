@@ -56,6 +56,17 @@ impl Sampled {
     }
 }
 
+/// What of a row of logits a sampler has to see.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Needs {
+    /// Which one is the largest.
+    Best,
+    /// A token drawn by temperature and filters alone.
+    Draw,
+    /// All of them.
+    Logits,
+}
+
 /// Chooses the tokens of one sequence.
 ///
 /// Each sequence has its own: its random numbers then depend on its seed and length alone, and not on
@@ -166,9 +177,33 @@ impl Sampler {
         self.rng = mark;
     }
 
-    /// Whether it takes the most likely token and looks at nothing else of a row.
-    pub(crate) fn takes_best(&self) -> bool {
-        self.params.temperature == 0.0 && !self.edits() && !self.params.logprobs
+    /// What of a row it needs on the host.
+    pub(crate) fn needs(&self) -> Needs {
+        match self.edits() || self.params.logprobs {
+            true => Needs::Logits,
+            false if self.params.temperature == 0.0 => Needs::Best,
+            false => Needs::Draw,
+        }
+    }
+
+    /// How a GPU draws the next token.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn draw_row(&self) -> deepseek_v41_core::cuda::sample::DrawRow {
+        let (state, inc) = self.rng.parts();
+        deepseek_v41_core::cuda::sample::DrawRow {
+            state,
+            inc,
+            temperature: self.params.temperature,
+            top_k: self.params.top_k,
+            top_p: self.params.top_p,
+            min_p: self.params.min_p,
+        }
+    }
+
+    /// Its random stream goes on behind `numbers` that were drawn elsewhere.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn pass_over(&mut self, numbers: u64) {
+        self.rng.advance(numbers);
     }
 
     fn edits(&self) -> bool {

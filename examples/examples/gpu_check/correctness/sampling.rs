@@ -1,7 +1,14 @@
 //! Choosing tokens.
 
 use super::*;
-use deepseek_v41::core::{argmax, argmax_ref};
+use deepseek_v41::{
+    core::{
+        argmax, argmax_ref,
+        cuda::sample::{DrawRow, sample},
+    },
+    engram::pcg64::Pcg64,
+    sampling::{Sampler, SamplingParams, TokenHistory},
+};
 
 pub(super) fn sampling(gpu: &Device, rng: &Random, r: &mut Report) -> Result<()> {
     const INF: f32 = f32::INFINITY;
@@ -35,5 +42,136 @@ pub(super) fn sampling(gpu: &Device, rng: &Random, r: &mut Report) -> Result<()>
             _ => argmax(&o[0]),
         })?;
     }
+    draws(gpu, rng, r)
+}
+
+/// Tokens drawn on both sides from the same seeds, many in a row, so that the streams must stay together.
+fn draws(gpu: &Device, rng: &Random, r: &mut Report) -> Result<()> {
+    let params = |temperature, top_k, top_p, min_p| SamplingParams {
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        ..SamplingParams::default()
+    };
+    for params in [
+        params(1.0, 0, 1.0, 0.0),
+        params(0.6, 0, 0.95, 0.0),
+        params(1.3, 0, 0.5, 0.0),
+        params(1.0, 1, 1.0, 0.0),
+        params(1.0, 50, 1.0, 0.0),
+        params(0.8, 700, 0.9, 0.0),
+        params(1.0, 20, 0.8, 0.1),
+        params(2.0, 0, 1.0, 0.02),
+        params(1e-6, 0, 0.9, 0.0),
+        params(1.0, 1 << 20, 0.999, 0.0),
+    ] {
+        for (vocab, spread, whole) in [
+            (7, 2.0, true),
+            (4096, 3.0, false),
+            (129_280, 4.0, false),
+            (5000, 3.0, true),
+        ] {
+            differing(gpu, rng, r, &params, (vocab, spread, whole))?;
+        }
+    }
+    // What nothing can be drawn from comes back without a token, and without a number used.
+    let row = |values: Vec<f32>| Tensor::from_vec(values, (1, 3), gpu);
+    let draw = DrawRow {
+        state: 1,
+        inc: 1,
+        temperature: 1.0,
+        top_k: 0,
+        top_p: 1.0,
+        min_p: 0.0,
+    };
+    for values in [
+        [0.0, f32::NAN, 1.0],
+        [0.0, f32::INFINITY, 1.0],
+        [f32::NEG_INFINITY; 3],
+    ] {
+        let logits = row(values.to_vec())?;
+        let drawn = sample(&logits, &argmax(&logits)?, &[draw])?;
+        let refused = drawn[0].token.is_none() && drawn[0].numbers == 0;
+        r.error(
+            "sample",
+            &format!("{values:?}"),
+            f64::from(u8::from(!refused)),
+            0.0,
+        );
+    }
+    Ok(())
+}
+
+/// Four sequences with seeds of their own, a dozen tokens each.
+fn differing(
+    gpu: &Device,
+    rng: &Random,
+    r: &mut Report,
+    params: &SamplingParams,
+    (vocab, spread, whole): (usize, f32, bool),
+) -> Result<()> {
+    const ROWS: usize = 4;
+    let seeds: Vec<u64> = (0..ROWS).map(|_| rng.bits()).collect();
+    let mut samplers = Vec::new();
+    for seed in &seeds {
+        samplers.push(Sampler::new(SamplingParams {
+            seed: Some(*seed),
+            ..params.clone()
+        })?);
+    }
+    let mut streams: Vec<Pcg64> = seeds.iter().map(|seed| Pcg64::from_seed(*seed)).collect();
+    let (mut wrong, mut left, mut all) = (0, 0, 0);
+    for _ in 0..12 {
+        let mut values = rng.f32s(ROWS * vocab, spread);
+        if whole {
+            // Ties everywhere, at the limits too.
+            values.iter_mut().for_each(|v| *v = v.round());
+        }
+        values[rng.below(vocab)] = f32::NEG_INFINITY;
+        let logits = Tensor::from_vec(values, (ROWS, vocab), &Device::Cpu)?;
+        let rows: Vec<DrawRow> = streams
+            .iter()
+            .map(|stream| DrawRow {
+                state: stream.parts().0,
+                inc: stream.parts().1,
+                temperature: params.temperature,
+                top_k: params.top_k,
+                top_p: params.top_p,
+                min_p: params.min_p,
+            })
+            .collect();
+        let on_gpu = logits.to_device(gpu)?;
+        let drawn = sample(&on_gpu, &argmax(&on_gpu)?, &rows)?;
+        for (i, row) in logits.to_vec2::<f32>()?.iter().enumerate() {
+            let token = samplers[i].sample(row, TokenHistory::default())?.token;
+            all += 1;
+            match drawn[i].token {
+                Some(own) => {
+                    wrong += usize::from(own != token);
+                    streams[i].advance(drawn[i].numbers);
+                }
+                // The host decides: both go on from another seed.
+                None => {
+                    left += 1;
+                    let seed = rng.bits();
+                    streams[i] = Pcg64::from_seed(seed);
+                    samplers[i] = Sampler::new(SamplingParams {
+                        seed: Some(seed),
+                        ..params.clone()
+                    })?;
+                }
+            }
+        }
+    }
+    let shape = format!(
+        "{vocab}, t {} k {} p {} min {}{}, {left} of {all} left",
+        params.temperature,
+        params.top_k,
+        params.top_p,
+        params.min_p,
+        if whole { ", ties" } else { "" }
+    );
+    r.error("sample", &shape, wrong as f64, 0.0);
     Ok(())
 }
