@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use crate::{
     report::{Check, Report},
-    tolerance::{EXACT, MODEL_FLOOR, MODEL_NOISE, OTHER_MODE},
+    tolerance::{DRAFT_FLOOR, DRAFTS_DIFFERING, EXACT, MODEL_FLOOR, MODEL_NOISE, OTHER_MODE},
 };
 
 /// `name` of the manifest's models; `entry` has the distances between two valid runs of the official code.
@@ -42,6 +42,7 @@ pub(crate) fn run(dir: &Path, name: &str, entry: &Value, device: &Device, report
         match distance() {
             Ok((all, pictures)) => {
                 let mut checks = checks(&all, pictures.as_ref(), noise, device);
+                checks.extend(drafts(&all, mode, noise));
                 checks.extend(modes_differ.then(|| selections(&all)).flatten());
                 report.compared(case, checks);
             }
@@ -111,6 +112,44 @@ fn checks(
             error: worst(&shares),
             allowed: 1.0,
             unit: "of the relative rms allowed from the wide run".into(),
+        });
+    }
+    checks
+}
+
+/// The draft head's blocks, where the recording has them; its logits and confidences for the keys as published alone.
+fn drafts(all: &Distance, mode: Mode, noise: &Value) -> Vec<Check> {
+    let drafts = &all.drafts;
+    let (equal, values) = drafts.tokens;
+    if values == 0 {
+        return Vec::new();
+    }
+    let mut checks = vec![Check {
+        what: "drafts in equal prefixes".into(),
+        values,
+        error: 1.0 - equal as f64 / values as f64,
+        allowed: DRAFTS_DIFFERING,
+        unit: "share differing".into(),
+    }];
+    let recorded = [
+        (
+            "logits of drafts",
+            drafts.logits,
+            "spec_logits_rel_rms_same_prefix",
+        ),
+        (
+            "confidences of drafts",
+            drafts.confidence,
+            "spec_confidence_rel_rms_same_prefix",
+        ),
+    ];
+    for (what, error, part) in recorded.into_iter().filter(|_| mode == Mode::Reference) {
+        checks.push(Check {
+            what: what.into(),
+            values,
+            error,
+            allowed: (MODEL_NOISE * noise[part].as_f64().unwrap_or(f64::NAN)).max(DRAFT_FLOOR),
+            unit: "relative rms".into(),
         });
     }
     checks
