@@ -39,7 +39,7 @@ fn run(
     seq: SequenceId,
     ids: &[u32],
 ) -> Result<Vec<Vec<u32>>> {
-    let one = |id: &u32| {
+    let one = |id: &u32| -> Result<Vec<u32>> {
         let batch = ForwardBatch::one(seq, vec![*id]);
         let logits = model.transformer().forward(&batch, state)?.logits;
         let row = logits.flatten_all()?.to_vec1::<f32>()?;
