@@ -84,13 +84,14 @@ fn drafted_blocks_follow_the_official_head() {
     }
 }
 
-/// Of the run with every source's own keys the recording has the drafted tokens.
+/// Of the run with every source's own keys the recording has the drafted tokens, but not the experts that the head
+/// chose: the limit is twice what two free runs of the official code differ by, 0.15.
 #[test]
 fn drafted_blocks_follow_the_official_head_on_own_keys() {
     let drafts = run("full", Mode::OwnKeys, true).drafts;
     println!("{drafts:?}");
-    let (equal, all) = drafts.tokens;
-    assert!(all > 0 && equal as f64 >= 0.8 * all as f64, "{drafts:?}");
+    let (equal, all) = drafts.places;
+    assert!(all > 0 && equal as f64 >= 0.7 * all as f64, "{drafts:?}");
 }
 
 /// The text model is given the recorded run's rows of pictures; the limits are those of text. The tower's

@@ -42,7 +42,7 @@ pub(crate) fn run(dir: &Path, name: &str, entry: &Value, device: &Device, report
         match distance() {
             Ok((all, pictures)) => {
                 let mut checks = checks(&all, pictures.as_ref(), noise, device);
-                checks.extend(drafts(&all, mode, noise));
+                checks.extend(drafts(&all, mode, entry, noise));
                 checks.extend(modes_differ.then(|| selections(&all)).flatten());
                 report.compared(case, checks);
             }
@@ -117,21 +117,31 @@ fn checks(
     checks
 }
 
-/// The draft head's blocks, where the recording has them; its logits and confidences for the keys as published alone.
-fn drafts(all: &Distance, mode: Mode, noise: &Value) -> Vec<Check> {
+/// The draft head's blocks, where the recording has them. For a model's own keys it has their tokens alone, and not
+/// which experts the head chose: those cannot be replayed, and the distance is that of free runs.
+fn drafts(all: &Distance, mode: Mode, entry: &Value, noise: &Value) -> Vec<Check> {
     let drafts = &all.drafts;
-    let (equal, values) = drafts.tokens;
-    if values == 0 {
+    let differing = |what: &str, (equal, all): (usize, usize), allowed| Check {
+        what: what.into(),
+        values: all,
+        error: 1.0 - equal as f64 / all as f64,
+        allowed,
+        unit: "share differing".into(),
+    };
+    if drafts.tokens.1 == 0 {
         return Vec::new();
     }
-    let mut checks = vec![Check {
-        what: "drafts in equal prefixes".into(),
-        values,
-        error: 1.0 - equal as f64 / values as f64,
-        allowed: DRAFTS_DIFFERING,
-        unit: "share differing".into(),
-    }];
-    let recorded = [
+    let number = |value: &Value| value.as_f64().unwrap_or(f64::NAN);
+    if mode == Mode::OwnKeys {
+        let free = 1.0 - number(&entry["noise_free"]["spec_ids_equal"]);
+        return vec![differing("drafts", drafts.places, MODEL_NOISE * free)];
+    }
+    let mut checks = vec![differing(
+        "drafts in equal prefixes",
+        drafts.tokens,
+        DRAFTS_DIFFERING,
+    )];
+    for (what, error, part) in [
         (
             "logits of drafts",
             drafts.logits,
@@ -142,13 +152,12 @@ fn drafts(all: &Distance, mode: Mode, noise: &Value) -> Vec<Check> {
             drafts.confidence,
             "spec_confidence_rel_rms_same_prefix",
         ),
-    ];
-    for (what, error, part) in recorded.into_iter().filter(|_| mode == Mode::Reference) {
+    ] {
         checks.push(Check {
             what: what.into(),
-            values,
+            values: drafts.tokens.1,
             error,
-            allowed: (MODEL_NOISE * noise[part].as_f64().unwrap_or(f64::NAN)).max(DRAFT_FLOOR),
+            allowed: (MODEL_NOISE * number(&noise[part])).max(DRAFT_FLOOR),
             unit: "relative rms".into(),
         });
     }
