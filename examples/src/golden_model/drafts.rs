@@ -14,6 +14,8 @@ use super::{GoldenModel, Mode};
 pub struct DraftDistance {
     /// Drafted tokens equal to the recorded ones, and their number.
     pub tokens: (usize, usize),
+    /// Drafted tokens equal to the recorded ones at their place, whatever is before them, and their number.
+    pub places: (usize, usize),
     /// Relative rms of the logits of counting positions, all together.
     pub logits: f64,
     /// The same of the confidences.
@@ -54,6 +56,7 @@ pub(super) struct DraftPass<'a> {
 #[derive(Default)]
 pub(super) struct DraftSums {
     tokens: (usize, usize),
+    places: (usize, usize),
     logits: Sums,
     confidence: Sums,
 }
@@ -62,6 +65,7 @@ impl DraftSums {
     pub(super) fn distance(&self) -> DraftDistance {
         DraftDistance {
             tokens: self.tokens,
+            places: self.places,
             logits: self.logits.rel_rms(),
             confidence: self.confidence.rel_rms(),
         }
@@ -113,6 +117,9 @@ impl DraftPass<'_> {
                 false => continue,
             };
             sums.tokens.1 += size;
+            sums.places.1 += size;
+            let equal = |(a, b): &(&u32, &i64)| i64::from(**a) == **b;
+            sums.places.0 += draft.tokens.iter().zip(&ids).filter(equal).count();
             for (j, id) in ids.iter().enumerate() {
                 if recorded {
                     sums.logits
