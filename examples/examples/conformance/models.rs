@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use crate::{
     report::{Check, Report},
-    tolerance::{EXACT, MODEL_FLOOR, MODEL_NOISE, OTHER_MODE},
+    tolerance::{DRAFT_FLOOR, DRAFTS_FLOOR, EXACT, MODEL_FLOOR, MODEL_NOISE, OTHER_MODE},
 };
 
 /// `name` of the manifest's models; `entry` has the distances between two valid runs of the official code.
@@ -42,6 +42,7 @@ pub(crate) fn run(dir: &Path, name: &str, entry: &Value, device: &Device, report
         match distance() {
             Ok((all, pictures)) => {
                 let mut checks = checks(&all, pictures.as_ref(), noise, device);
+                checks.extend(drafts(&all, mode, entry, noise));
                 checks.extend(modes_differ.then(|| selections(&all)).flatten());
                 report.compared(case, checks);
             }
@@ -111,6 +112,53 @@ fn checks(
             error: worst(&shares),
             allowed: 1.0,
             unit: "of the relative rms allowed from the wide run".into(),
+        });
+    }
+    checks
+}
+
+/// The draft head's blocks, where the recording has them. For a model's own keys it has their tokens alone, and not
+/// which experts the head chose: those cannot be replayed, and the distance is that of free runs.
+fn drafts(all: &Distance, mode: Mode, entry: &Value, noise: &Value) -> Vec<Check> {
+    let drafts = &all.drafts;
+    let (equal, values) = drafts.places;
+    if values == 0 {
+        return Vec::new();
+    }
+    let number = |value: &Value| value.as_f64().unwrap_or(f64::NAN);
+    let noise_of_tokens = match mode {
+        Mode::Reference => noise,
+        Mode::OwnKeys => &entry["noise_free"],
+    };
+    let differing = 1.0 - number(&noise_of_tokens["spec_ids_equal"]);
+    let mut checks = vec![Check {
+        what: "tokens of drafted blocks".into(),
+        values,
+        error: 1.0 - equal as f64 / values as f64,
+        allowed: (MODEL_NOISE * differing).max(DRAFTS_FLOOR),
+        unit: "share differing".into(),
+    }];
+    if mode == Mode::OwnKeys {
+        return checks;
+    }
+    for (what, error, part) in [
+        (
+            "logits of drafts",
+            drafts.logits,
+            "spec_logits_rel_rms_same_prefix",
+        ),
+        (
+            "confidences of drafts",
+            drafts.confidence,
+            "spec_confidence_rel_rms_same_prefix",
+        ),
+    ] {
+        checks.push(Check {
+            what: what.into(),
+            values: drafts.tokens.1,
+            error,
+            allowed: (MODEL_NOISE * number(&noise[part])).max(DRAFT_FLOOR),
+            unit: "relative rms".into(),
         });
     }
     checks

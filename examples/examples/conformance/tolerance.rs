@@ -52,6 +52,10 @@ pub(crate) const ENGRAM: f64 = 0.01;
 pub(crate) const MODEL_NOISE: f64 = 2.0;
 /// That distance may be 0 where two runs agreed to the last bit; a third need not.
 pub(crate) const MODEL_FLOOR: f64 = 0.005;
+/// The same for drafted blocks, of which a flipped code costs one 0.02 to 0.03: about one block of ten.
+pub(crate) const DRAFT_FLOOR: f64 = 0.01;
+/// And of the tokens of drafted blocks, as a share: one block of eighty, where two runs differ in one token.
+pub(crate) const DRAFTS_FLOOR: f64 = 0.0125;
 /// A model's own index selections must differ from the recorded ones of its key mode at most this many
 /// times as often as from those of the other mode.
 pub(crate) const OTHER_MODE: f64 = 0.75;

@@ -21,6 +21,9 @@ use crate::{
 /// this catches is a wrong kernel, which is off by 1; the CPU's own distance is printed beside it.
 const MODEL: f64 = 0.25;
 
+/// How far the mean number of drafts that stand may be from the CPU's.
+const ACCEPTED: f64 = 0.1;
+
 #[allow(
     clippy::print_stdout,
     reason = "the report is what this program is for"
@@ -66,8 +69,16 @@ fn load(device: &Device) -> Result<DeepSeekV41> {
     })
 }
 
-/// A text, its tokens, and tokens a second after the first.
-fn generate(model: &DeepSeekV41, speculation: Speculation, n: usize) -> Result<(Vec<u32>, f64)> {
+/// A continuation.
+struct Text {
+    tokens: Vec<u32>,
+    /// Tokens a second after the first.
+    rate: f64,
+    /// Drafts that stood, a pass.
+    accepted: f64,
+}
+
+fn generate(model: &DeepSeekV41, speculation: Speculation, n: usize) -> Result<Text> {
     let options = GenerateOptions {
         max_tokens: n,
         ignore_eos: true,
@@ -75,7 +86,8 @@ fn generate(model: &DeepSeekV41, speculation: Speculation, n: usize) -> Result<(
         ..GenerateOptions::default()
     };
     let (mut tokens, mut start) = (Vec::new(), Instant::now());
-    for event in model.generate("Once upon a time", &options)? {
+    let mut events = model.generate("Once upon a time", &options)?;
+    for event in events.by_ref() {
         if let Event::Token(token) = event? {
             if tokens.is_empty() {
                 start = Instant::now();
@@ -84,8 +96,11 @@ fn generate(model: &DeepSeekV41, speculation: Speculation, n: usize) -> Result<(
         }
     }
     let seconds = start.elapsed().as_secs_f64();
-    let rate = (tokens.len().saturating_sub(1)) as f64 / seconds;
-    Ok((tokens, rate))
+    Ok(Text {
+        rate: (tokens.len().saturating_sub(1)) as f64 / seconds,
+        accepted: events.speculation().mean_accepted(),
+        tokens,
+    })
 }
 
 /// Which experts and rows one device chose, and how often the other one agreed.
@@ -187,7 +202,11 @@ fn best(logits: &[f64]) -> usize {
 )]
 pub(crate) fn tiny(gpu: &Device, r: &mut Report) -> Result<()> {
     let (cpu, gpu_model) = (load(&Device::Cpu)?, load(gpu)?);
-    let (text, cpu_rate) = generate(&cpu, Speculation::Off, 128)?;
+    let Text {
+        tokens: text,
+        rate: cpu_rate,
+        ..
+    } = generate(&cpu, Speculation::Off, 128)?;
     // The CPU's text fed to both, a prompt and then token by token. The GPU replays the CPU's choices: two
     // experts or rows that score about the same are chosen differently now and then, and what such a step
     // says is not comparable.
@@ -255,12 +274,14 @@ pub(crate) fn tiny(gpu: &Device, r: &mut Report) -> Result<()> {
         0.05,
     );
 
-    let (plain, rate) = generate(&gpu_model, Speculation::Off, 128)?;
+    let Text {
+        tokens: plain,
+        rate,
+        ..
+    } = generate(&gpu_model, Speculation::Off, 128)?;
     let same = plain.iter().zip(&text).take_while(|(a, b)| a == b).count();
-    println!(
-        "       tiny greedy text: {same} of {} tokens as on the CPU before the first difference",
-        text.len()
-    );
+    let shape = format!("{same} of {} tokens", text.len());
+    r.holds("tiny greedy text = the CPU's", &shape, plain == text);
     println!("       tiny decode: {rate:.0} tokens a second, {cpu_rate:.0} on the CPU");
     for (name, speculation) in [
         (
@@ -269,22 +290,27 @@ pub(crate) fn tiny(gpu: &Device, r: &mut Report) -> Result<()> {
         ),
         ("draft head", Speculation::DraftHead(DraftLength::Full)),
     ] {
-        let (tokens, rate) = generate(&gpu_model, speculation, 128)?;
-        let agree = tokens
+        let here = generate(&gpu_model, speculation.clone(), 128)?;
+        let agree = here
+            .tokens
             .iter()
             .zip(&plain)
             .take_while(|(a, b)| a == b)
             .count();
         println!(
-            "       tiny decode, {name}: {rate:.0} tokens a second, {agree} of {} as without",
+            "       tiny decode, {name}: {:.0} tokens a second, {agree} of {} as without",
+            here.rate,
             plain.len()
         );
-        r.error(
+        r.holds(
             &format!("tiny {name} = plain"),
             "128 tokens",
-            f64::from(u8::from(tokens != plain)),
-            0.0,
+            here.tokens == plain,
         );
+        let there = generate(&cpu, speculation, 128)?;
+        let shape = format!("{:.2}, {:.2} on the CPU", here.accepted, there.accepted);
+        let error = (here.accepted - there.accepted).abs() / there.accepted.max(f64::MIN_POSITIVE);
+        r.error(&format!("tiny {name}, accepted"), &shape, error, ACCEPTED);
     }
     Ok(())
 }

@@ -91,6 +91,7 @@ pub(super) fn attention(gpu: &Device, rng: &Random, r: &mut Report) -> Result<()
         (2, 64, 512, &[128, 1, 512]),
         (70, 8, 512, &[40, 64]),
         (1, 64, 512, &[128, 1, 512]),
+        (64, 64, 512, &[128, 1, 512]),
     ] {
         let q = rng.bf16(&[t, h, d], 1.0)?;
         let sink = rng.f32(&[h], 1.0)?;

@@ -63,7 +63,7 @@ impl Report {
         only: &str,
         f: impl FnOnce(&mut Self) -> Result<()>,
     ) {
-        if !only.is_empty() && only != name {
+        if !only.is_empty() && !only.split(',').any(|o| o == name) {
             return;
         }
         if let Err(err) = f(self) {
@@ -85,6 +85,11 @@ impl Report {
             self.failed
                 .push(format!("{op} {shape}: {error:.3e} > {bound:.0e}"));
         }
+    }
+
+    /// Something that is so or not.
+    pub(crate) fn holds(&mut self, op: &str, shape: &str, holds: bool) {
+        self.error(op, shape, f64::from(u8::from(!holds)), 0.0);
     }
 
     /// Relative error in the Euclidean norm; bound 0 asks for equal values.

@@ -45,6 +45,7 @@ pub(super) fn moe(gpu: &Device, rng: &Random, r: &mut Report) -> Result<()> {
         (768, 256, 5, 3, 1),
         (5120, 256, 12, 6, 3),
         (128, 64, 8, 2, 300),
+        (5120, 2304, 4, 3, 300),
     ];
     for (format, shared) in [
         (WeightFormat::Fp4, WeightFormat::Fp8),

@@ -103,6 +103,15 @@ pub(super) fn quant(gpu: &Device, rng: &Random, r: &mut Report) -> Result<()> {
             }
         }
     }
+    // A prompt's products at the release's widths.
+    for (n, k, m) in [(32_768, 1280, 4096), (1280, 5120, 300), (5120, 8192, 300)] {
+        let weights = rng.weight("", n, k, WeightFormat::Fp8);
+        let x = rng.bf16(&[m, k], 1.0)?;
+        let shape = format!("M{m} N{n} K{k}");
+        r.both("linear Fp8", &shape, gpu, PRODUCT, &[&x], |o, d| {
+            Linear::new(k, n, WeightFormat::Fp8, checkpoint(weights.clone(), d))?.forward(&o[0])
+        })?;
+    }
     // Widths that the kernels do not take go through cuBLAS.
     for format in [WeightFormat::Bf16, WeightFormat::F32] {
         let (weights, x) = (rng.weight("", 7, 80, format), rng.bf16(&[3, 80], 1.0)?);
