@@ -1,6 +1,6 @@
 //! Steps captured as CUDA graphs.
 //!
-//! A step of one token is some fifty launches a layer, each of which takes the host longer than the GPU.
+//! A step of one token is about seventeen launches a layer, each of which takes the host longer than the GPU.
 //! What the launches are depends on the step's layout alone: the shapes of its host values, which
 //! [`AttnPlan::on_host`](deepseek_v41_attention::AttnPlan::on_host) makes the same for many positions. So
 //! the launches of a layout are captured when it comes for the second time; from then on a step copies its

@@ -282,7 +282,7 @@ fn score(dev: &CudaDevice, queries: &Queries<'_>, keys: &Keys<'_>, out: &Scores<
         out.rows.div_ceil(queries.shared),
         1,
     );
-    let shared = queries.shared * 2 * queries.heads.div_ceil(16) * 2080;
+    let shared = queries.shared * 2 * queries.heads.div_ceil(16) * 2064;
     // SAFETY: q [rows, H, D], weights [rows, H], visible spans inside the pool, scores [rows, ld].
     unsafe { launch.launch(grid, 256, shared) }
 }

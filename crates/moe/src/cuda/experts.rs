@@ -145,7 +145,7 @@ impl DeviceExperts {
             .int(n)
             .int(tile)
             .int(align);
-        let shared = (4 * (17 * n + 1)).max(8 * pairs.min(512));
+        let shared = (4 * (17 * n + 1)).max(4 * pairs.min(512));
         // SAFETY: `pairs` experts in, `places` out; at most `max_tiles` tiles whatever the routing.
         unsafe { launch.launch((1, 1, 1), 512, shared)? };
         Ok(grouped)
