@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use crate::{
     report::{Check, Report},
-    tolerance::{DRAFT_FLOOR, DRAFTS_DIFFERING, EXACT, MODEL_FLOOR, MODEL_NOISE, OTHER_MODE},
+    tolerance::{DRAFT_FLOOR, DRAFTS_FLOOR, EXACT, MODEL_FLOOR, MODEL_NOISE, OTHER_MODE},
 };
 
 /// `name` of the manifest's models; `entry` has the distances between two valid runs of the official code.
@@ -121,26 +121,26 @@ fn checks(
 /// which experts the head chose: those cannot be replayed, and the distance is that of free runs.
 fn drafts(all: &Distance, mode: Mode, entry: &Value, noise: &Value) -> Vec<Check> {
     let drafts = &all.drafts;
-    let differing = |what: &str, (equal, all): (usize, usize), allowed| Check {
-        what: what.into(),
-        values: all,
-        error: 1.0 - equal as f64 / all as f64,
-        allowed,
-        unit: "share differing".into(),
-    };
-    if drafts.tokens.1 == 0 {
+    let (equal, values) = drafts.places;
+    if values == 0 {
         return Vec::new();
     }
     let number = |value: &Value| value.as_f64().unwrap_or(f64::NAN);
+    let noise_of_tokens = match mode {
+        Mode::Reference => noise,
+        Mode::OwnKeys => &entry["noise_free"],
+    };
+    let differing = 1.0 - number(&noise_of_tokens["spec_ids_equal"]);
+    let mut checks = vec![Check {
+        what: "tokens of drafted blocks".into(),
+        values,
+        error: 1.0 - equal as f64 / values as f64,
+        allowed: (MODEL_NOISE * differing).max(DRAFTS_FLOOR),
+        unit: "share differing".into(),
+    }];
     if mode == Mode::OwnKeys {
-        let free = 1.0 - number(&entry["noise_free"]["spec_ids_equal"]);
-        return vec![differing("drafts", drafts.places, MODEL_NOISE * free)];
+        return checks;
     }
-    let mut checks = vec![differing(
-        "drafts in equal prefixes",
-        drafts.tokens,
-        DRAFTS_DIFFERING,
-    )];
     for (what, error, part) in [
         (
             "logits of drafts",

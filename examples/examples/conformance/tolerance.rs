@@ -54,9 +54,8 @@ pub(crate) const MODEL_NOISE: f64 = 2.0;
 pub(crate) const MODEL_FLOOR: f64 = 0.005;
 /// The same for drafted blocks, of which a flipped code costs one 0.02 to 0.03: about one block of ten.
 pub(crate) const DRAFT_FLOOR: f64 = 0.01;
-/// The share of a golden model's drafts that may lie behind the first different one of their block. Two valid runs of the
-/// official code have 0.13 where experts flip.
-pub(crate) const DRAFTS_DIFFERING: f64 = 0.2;
+/// And of the tokens of drafted blocks, as a share: one block of eighty, where two runs differ in one token.
+pub(crate) const DRAFTS_FLOOR: f64 = 0.0125;
 /// A model's own index selections must differ from the recorded ones of its key mode at most this many
 /// times as often as from those of the other mode.
 pub(crate) const OTHER_MODE: f64 = 0.75;

@@ -14,7 +14,8 @@ use super::{GoldenModel, Mode};
 pub struct DraftDistance {
     /// Drafted tokens equal to the recorded ones, and their number.
     pub tokens: (usize, usize),
-    /// Drafted tokens equal to the recorded ones at their place, whatever is before them, and their number.
+    /// Tokens of blocks equal to the recorded ones at their place, whatever is before them, and their number. As the
+    /// manifest counts them: the token a block is given is one of it.
     pub places: (usize, usize),
     /// Relative rms of the logits of counting positions, all together.
     pub logits: f64,
@@ -117,9 +118,9 @@ impl DraftPass<'_> {
                 false => continue,
             };
             sums.tokens.1 += size;
-            sums.places.1 += size;
+            sums.places.1 += size + 1;
             let equal = |(a, b): &(&u32, &i64)| i64::from(**a) == **b;
-            sums.places.0 += draft.tokens.iter().zip(&ids).filter(equal).count();
+            sums.places.0 += 1 + draft.tokens.iter().zip(&ids).filter(equal).count();
             for (j, id) in ids.iter().enumerate() {
                 if recorded {
                     sums.logits
