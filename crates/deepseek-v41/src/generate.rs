@@ -7,104 +7,13 @@ use deepseek_v41_core::{Error, Result};
 use deepseek_v41_model::{ImageSpan, Limits};
 
 use crate::{
-    DeepSeekV41, Prompt, Session,
+    DeepSeekV41, Event, GenerateOptions, Prompt, Session, Speculation,
     continuation::{Continuation, Verified},
     prompt::check_image_tokens,
-    sampling::{Rows, Sampled, Sampler, SamplingParams},
+    sampling::{Rows, Sampler},
     session::Want,
-    speculative::{
-        DraftHead, DraftLength, PromptLookup, Proposal, ProposeContext, Proposer, SpeculationStats,
-    },
+    speculative::{DraftHead, Proposal, ProposeContext, Proposer, SpeculationStats},
 };
-
-/// How a text is continued.
-#[derive(Debug, Clone, PartialEq)]
-pub struct GenerateOptions {
-    /// How tokens are chosen.
-    pub sampling: SamplingParams,
-    /// Most tokens to generate.
-    pub max_tokens: usize,
-    /// Strings that end the text; they are not part of it.
-    pub stop: Vec<String>,
-    /// Tokens that end the text, besides the end-of-text token.
-    pub stop_ids: Vec<u32>,
-    /// Go on after the end-of-text token, for measurements.
-    pub ignore_eos: bool,
-    /// Longest piece of a prompt that is run at a time, in tokens. It bounds memory and how often
-    /// progress is reported, and never changes a result.
-    pub prefill_chunk: usize,
-    /// Whether and how tokens are guessed ahead. Changes the speed and not the distribution; with
-    /// temperature 0 not a single token.
-    pub speculation: Speculation,
-}
-
-/// Where guesses come from.
-#[derive(Debug, Clone, PartialEq, Default)]
-pub enum Speculation {
-    /// One token a pass.
-    #[default]
-    Off,
-    /// The checkpoint's draft head.
-    DraftHead(DraftLength),
-    /// Earlier parts of the text itself.
-    PromptLookup(PromptLookup),
-}
-
-impl Default for GenerateOptions {
-    fn default() -> Self {
-        Self {
-            sampling: SamplingParams::greedy(),
-            max_tokens: 256,
-            stop: Vec::new(),
-            stop_ids: Vec::new(),
-            ignore_eos: false,
-            prefill_chunk: 512,
-            speculation: Speculation::Off,
-        }
-    }
-}
-
-/// What happens in a generation.
-#[derive(Debug, Clone, PartialEq)]
-pub enum Event {
-    /// A token was chosen.
-    Token(Sampled),
-    /// Text is complete: whole characters, and no part of a stop string. Follows the token that
-    /// completed it.
-    Text(String),
-    /// The end; nothing follows.
-    Done {
-        /// Why it ended.
-        reason: FinishReason,
-        /// What it took.
-        usage: Usage,
-    },
-}
-
-/// Why a generation ended.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum FinishReason {
-    /// The model chose the end-of-text token or one of `stop_ids`.
-    StopToken(u32),
-    /// One of the stop strings occurred.
-    StopString(String),
-    /// `max_tokens` were generated.
-    MaxTokens,
-    /// The sequence has no room for another token.
-    ContextFull,
-    /// The callback of [`Generation::on_prefill`] asked for it. The text ends behind the pieces of the
-    /// prompt that were run; a session can go on from there.
-    Cancelled,
-}
-
-/// Tokens of a generation.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Usage {
-    /// Tokens run before the first one was chosen.
-    pub prompt_tokens: usize,
-    /// Tokens chosen, a stop token included.
-    pub completion_tokens: usize,
-}
 
 /// A text being continued: an iterator of [`Event`]s. Work is done in `next`, so dropping it cancels; while a
 /// long prompt is run within the first `next`, [`Generation::on_prefill`] can.
@@ -253,7 +162,7 @@ impl<'s, 'm> Generation<'s, 'm> {
 
     /// Calls `report(done, total)`, in tokens, after every piece of the prompt that has been run
     /// ([`GenerateOptions::prefill_chunk`]). [`ControlFlow::Break`] before the last one ends the generation
-    /// with [`FinishReason::Cancelled`].
+    /// with [`FinishReason::Cancelled`](crate::FinishReason::Cancelled).
     #[must_use]
     pub fn on_prefill(
         mut self,

@@ -6,12 +6,14 @@
 pub mod chat;
 mod continuation;
 pub mod engine;
+mod event;
 mod generate;
 #[cfg(feature = "llguidance")]
 pub mod grammar;
 #[cfg(feature = "vision")]
 mod images;
 mod load;
+mod options;
 mod prompt;
 pub mod sampling;
 mod session;
@@ -31,10 +33,12 @@ pub use deepseek_v41_moe as moe;
 pub use deepseek_v41_quant as quant;
 #[cfg(feature = "vision")]
 pub use deepseek_v41_vision as vision;
-pub use generate::{Event, FinishReason, GenerateOptions, Generation, Speculation, Usage};
+pub use event::{Event, FinishReason, Usage};
+pub use generate::Generation;
 #[cfg(feature = "vision")]
 pub use images::{ImagePrompt, Vision};
 pub use load::{DeepSeekV41, LoadOptions, SpecialIds};
+pub use options::{GenerateOptions, Speculation};
 pub use prompt::Prompt;
 pub use sampling::{LogitsHook, Sampled, Sampler, SamplingParams, TokenHistory, TokenLogprob};
 pub use session::Session;
