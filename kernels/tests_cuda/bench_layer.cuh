@@ -21,7 +21,7 @@ static void bench_layer() {
     std::vector<int> idx(n);
     for (auto& v : idx) v = pick(0, rows - 1);
     Dev<int> list(idx), slot(std::vector<int>{5});
-    Scopes sc = {{{kv.p, list.p, n}, {nullptr, nullptr, 0}, {nullptr, nullptr, 0}}};
+    Scopes sc = {{{kv.p, nullptr, list.p, n, 0}, {}, {}}};
     bf16 *no = nullptr;
     uint8_t* nob = nullptr;
     auto few = [&](Fp8& f, int i, int N, int K, uint8_t* c, uint8_t* s, bf16* to) { launch_few(few_split(1, false, N, K, 1), 1, false, 1, 1, N, K, c, s, f.w[i % sets].p, f.s[i % sets].p, to); };
