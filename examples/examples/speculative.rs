@@ -9,7 +9,7 @@
 use std::time::{Duration, Instant};
 
 use deepseek_v41::{
-    DeepSeekV41, Event, GenerateOptions, Prompt, Result, Speculation,
+    DeepSeekV41, Error, Event, GenerateOptions, Prompt, Result, Speculation,
     speculative::{DraftLength, PromptLookup, SpeculationStats},
 };
 use serde_json::Value;
@@ -52,19 +52,22 @@ fn run(model: &DeepSeekV41, prompt: &Prompt, n: usize, speculation: Speculation)
 }
 
 /// The prompts as given or recorded, and how many tokens to continue them by.
-fn prompts() -> (Vec<Prompt>, usize) {
+fn prompts() -> Result<(Vec<Prompt>, usize)> {
     if let Some(text) = std::env::args().nth(1) {
-        return (vec![Prompt::Text(text)], 256);
+        return Ok((vec![Prompt::Text(text)], 256));
     }
-    let recorded: Value = serde_json::from_str(RECORDED).unwrap_or_default();
+    let unreadable = |reason: String| Error::value("expected.json", reason);
+    let recorded: Value = serde_json::from_str(RECORDED).map_err(|e| unreadable(e.to_string()))?;
     let prompts = recorded["prompts"].as_array().into_iter().flatten();
-    let text = |p: &Value| Prompt::Rendered(p["prompt"].as_str().unwrap_or_default().into());
-    (prompts.map(text).collect(), 64)
+    let text = |p: &Value| Some(Prompt::Rendered(p["prompt"].as_str()?.to_owned()));
+    let prompts: Option<Vec<_>> = prompts.map(text).collect();
+    let none = || unreadable("a prompt without a text".into());
+    Ok((prompts.ok_or_else(none)?, 64))
 }
 
 fn main() -> Result<()> {
     let model = DeepSeekV41::tiny()?;
-    let (prompts, n) = prompts();
+    let (prompts, n) = prompts()?;
     let mut plain = Vec::new();
     for prompt in &prompts {
         let run = run(&model, prompt, n, Speculation::Off)?;

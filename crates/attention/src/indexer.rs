@@ -257,19 +257,13 @@ mod tests {
 
     /// 0.1 is not a bf16 number, and neither is the release's 0.015625 * sqrt(2).
     #[test]
-    fn weight_factor_is_not_rounded_to_bf16() {
-        let xs = Tensor::from_vec(
-            vec![bf16::from_f32(1.5), bf16::from_f32(-3.0)],
-            2,
-            &Device::Cpu,
-        )
-        .unwrap();
-        let ys = scale_bf16(&xs, 0.1).unwrap().to_vec1::<bf16>().unwrap();
+    fn weight_factor_is_not_rounded_to_bf16() -> Result<()> {
+        let xs = [1.5, -3.0].map(bf16::from_f32);
+        let xs = Tensor::new(&xs, &Device::Cpu)?;
+        let ys = scale_bf16(&xs, 0.1)?.to_vec1::<bf16>()?;
         assert_eq!(ys, [bf16::from_f32(1.5 * 0.1), bf16::from_f32(-3.0 * 0.1)]);
-        let slow = (xs.to_dtype(DType::F32).unwrap() * 0.1)
-            .unwrap()
-            .to_dtype(DType::BF16)
-            .unwrap();
-        assert_eq!(ys, slow.to_vec1::<bf16>().unwrap());
+        let slow = (xs.to_dtype(DType::F32)? * 0.1)?.to_dtype(DType::BF16)?;
+        assert_eq!(ys, slow.to_vec1::<bf16>()?);
+        Ok(())
     }
 }

@@ -233,7 +233,7 @@ impl<'s, 'm> Generation<'s, 'm> {
         let (proposer, sampler) = (&mut self.proposer, &mut self.text.sampler);
         let want = Want {
             hidden: proposer.as_ref().is_some_and(|p| p.needs_hidden()),
-            best: session.chooses(sampler),
+            best: sampler.chosen_on(session.model.transformer().device()),
         };
         if let (true, Some(proposer), Some(unseen)) =
             (want.hidden, proposer.as_mut(), session.unseen.take())
@@ -278,9 +278,10 @@ impl<'s, 'm> Generation<'s, 'm> {
         let start = session.state.len(session.seq)?;
         let run = session.pending.len();
         let ids = [&session.pending[..], &proposal.tokens].concat();
+        let device = session.model.transformer().device();
         let want = Want {
             hidden: self.proposer.as_ref().is_some_and(|p| p.needs_hidden()),
-            best: session.chooses(&self.text.sampler),
+            best: self.text.sampler.chosen_on(device),
         };
         let out = session.verify(ids, want)?;
         session.pending.clear();

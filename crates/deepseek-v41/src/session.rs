@@ -9,10 +9,7 @@ use deepseek_v41_model::{
     SequenceId,
 };
 
-use crate::{
-    DeepSeekV41, GenerateOptions, Generation, Prompt,
-    sampling::{Needs, Sampler},
-};
+use crate::{DeepSeekV41, GenerateOptions, Generation, Prompt};
 
 /// One sequence and its caches. Generating appends to it, so a conversation goes on without reading
 /// its history again.
@@ -189,12 +186,6 @@ impl<'m> Session<'m> {
         let width = cfg.dspark_target_layer_ids.len() * cfg.dim;
         let device = self.model.transformer().device();
         Ok(Tensor::zeros((0, width), DType::BF16, device)?)
-    }
-
-    /// Whether passes are to choose tokens themselves, or to prepare for it: off the CPU, where a row of
-    /// logits is a copy away.
-    pub(crate) fn chooses(&self, sampler: &Sampler) -> bool {
-        sampler.needs() != Needs::Logits && !self.model.transformer().device().is_cpu()
     }
 
     /// Runs the last token of the text and guesses after it in one pass.

@@ -12,7 +12,7 @@ use super::{
 };
 use crate::{
     continuation::Verified,
-    sampling::{Needs, Rows},
+    sampling::Rows,
     session::spans_within,
     speculative::{DraftItem, Proposal, propose_all, schedule, sigmoid},
 };
@@ -89,11 +89,14 @@ impl<'m> Engine<'m> {
             .map(|part| part.proposal.tokens.len() + 1)
             .max()
             .unwrap_or(0);
+        let device = self.model.transformer().device();
         let batch = ForwardBatch {
             chunks: parts.iter().map(|part| part.chunk.clone()).collect(),
             logits: LogitRows::Newest(rows),
             target_hidden: want_hidden,
-            best: planned.iter().any(|at| self.chooses(&self.running[*at])),
+            best: planned
+                .iter()
+                .any(|at| self.running[*at].text.sampler.chosen_on(device)),
         };
         let out = self.model.transformer().forward(&batch, &mut self.state)?;
         self.stats.steps += 1;
@@ -179,11 +182,6 @@ impl<'m> Engine<'m> {
             }
         }
         Ok(proposals)
-    }
-
-    /// Whether a pass is to choose a request's tokens itself, or to prepare for it.
-    fn chooses(&self, job: &Job<'_>) -> bool {
-        job.text.sampler.needs() != Needs::Logits && !self.model.transformer().device().is_cpu()
     }
 
     /// Takes a request's part of a pass: the `rows` after its newest tokens, `hidden` of all of them.

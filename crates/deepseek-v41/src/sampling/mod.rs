@@ -26,7 +26,6 @@ mod sampler;
 pub use filter::probs;
 pub use params::SamplingParams;
 pub(crate) use rows::Rows;
-pub(crate) use sampler::Needs;
 pub use sampler::{LogitsHook, Sampled, Sampler, TokenLogprob};
 
 /// The tokens penalties look at.

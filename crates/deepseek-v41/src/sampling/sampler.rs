@@ -1,5 +1,6 @@
 use std::fmt;
 
+use candle_core::Device;
 use deepseek_v41_core::{Error, Result};
 use deepseek_v41_engram::pcg64::Pcg64;
 
@@ -184,6 +185,12 @@ impl Sampler {
             false if self.params.temperature == 0.0 => Needs::Best,
             false => Needs::Draw,
         }
+    }
+
+    /// Whether a pass on `device` is to choose tokens itself, or to prepare for it: off the CPU, where a row of
+    /// logits is a copy away.
+    pub(crate) fn chosen_on(&self, device: &Device) -> bool {
+        self.needs() != Needs::Logits && !device.is_cpu()
     }
 
     /// How a GPU draws the next token.
