@@ -1,7 +1,7 @@
 //! candle's `LogitsProcessor` choosing the tokens: step by step over the model, and as a hook of a generation, which
 //! keeps streaming, stop strings and speculation.
 //!
-//!     cargo run --release --example logits_processor
+//!     cargo run --release -p deepseek-v41-examples-chat --example logits_processor
 
 use std::io::Write;
 
