@@ -1,7 +1,8 @@
 // sparse_attn: attention of each query over its own list of rows, K = V = one shared head, with a sink; baseline.
 //
 // Maths    s_j = (q . kv_j) * scale; m, l, o by online softmax over tiles; l += exp(sink - m); out = bf16(o / l)
-// Layout   q, out [T, H, D] bf16; up to three scopes, each kv [rows, D] bf16 and idx [T, n] i32 (-1 = nothing, anywhere);
+//          with cos, sin q is rotated as it is read, as norm_rope_quant does (out is not turned back: sparse_attn_combine's, or a launch's)
+// Layout   q, out [T, H, D] bf16; cos, sin [T, rd/2] f32 or null, rd a multiple of 8; up to three scopes, each kv [rows, D] bf16 and idx [T, n] i32 (-1 = nothing, anywhere);
 //          sparse_attn_packed takes scopes of any RowKind, and widens packed rows as it gathers them: the same bits;
 //          sink [H] f32. Split form: part_o [S, T, H, D] f32 (unnormalised) and part_ml [S, T, H, 2] f32
 // Grid     sparse_attn: (S, ceil(H/32), T), block 256. S = 1 writes `out`; S > 1 writes the parts (out may be null) and
@@ -10,6 +11,7 @@
 // Numerics bf16 operands, f32 sums; p is rounded to bf16 against the running maximum of 32-row tiles over the valid rows in
 //          list order (the reference's tiles are 64 wide: the roundings differ by one bf16 ulp of p). No valid row gives 0
 // Checked  tests_cuda/check_attention.cuh, check_packed.cuh, crates/attention/tests
+#include "rope.cuh"
 #include "rows.cuh"
 
 #define HB 32
@@ -18,8 +20,8 @@
 __device__ __forceinline__ uint32_t swizzled(uint32_t base, int row, int unit, int row_bytes) { return base + row * row_bytes + ((unit ^ (row & 7)) << 4); }
 
 template <bool PACKED>
-__device__ __forceinline__ void attend(const bf16* q, const Scopes& scopes, const float* sink, bf16* out, float* part_o, float* part_ml, int T, int H, int D,
-                                       float scale) {
+__device__ __forceinline__ void attend(const bf16* q, const float* cos_t, const float* sin_t, const Scopes& scopes, const float* sink, bf16* out,
+                                       float* part_o, float* part_ml, int T, int H, int D, int rd, float scale) {
     after_previous();
     extern __shared__ __align__(128) uint8_t smem[];
     int ldd = (D + 63) & ~63, row_bytes = ldd * 2;
@@ -38,7 +40,10 @@ __device__ __forceinline__ void attend(const bf16* q, const Scopes& scopes, cons
     for (int i = tid; i < HB * (ldd >> 3); i += 256) {
         int r = i / (ldd >> 3), u = i % (ldd >> 3);
         uint4 v = make_uint4(0, 0, 0, 0);
-        if (h0 + r < H && u * 8 < D) v = *reinterpret_cast<const uint4*>(q + ((int64_t)t * H + h0 + r) * D + u * 8);
+        if (h0 + r < H && u * 8 < D) {
+            v = *reinterpret_cast<const uint4*>(q + ((int64_t)t * H + h0 + r) * D + u * 8);
+            if (cos_t) v = rotate8(v, cos_t + t * (rd >> 1), sin_t + t * (rd >> 1), u * 8 - (D - rd));
+        }
         *reinterpret_cast<uint4*>(sq + r * row_bytes + ((u ^ (r & 7)) << 4)) = v;
     }
     if (tid < HB) { sm[tid] = -1e30f; sm[HB + tid] = 0.0f; }
@@ -144,11 +149,11 @@ __device__ __forceinline__ void attend(const bf16* q, const Scopes& scopes, cons
         }
 }
 
-extern "C" __global__ void __launch_bounds__(256) sparse_attn(const bf16* q, const __grid_constant__ Scopes scopes, const float* sink, bf16* out, float* part_o,
-                                                              float* part_ml, int T, int H, int D, float scale) {
-    attend<false>(q, scopes, sink, out, part_o, part_ml, T, H, D, scale);
+extern "C" __global__ void __launch_bounds__(256) sparse_attn(const bf16* q, const float* cos_t, const float* sin_t, const __grid_constant__ Scopes scopes,
+    const float* sink, bf16* out, float* part_o, float* part_ml, int T, int H, int D, int rd, float scale) {
+    attend<false>(q, cos_t, sin_t, scopes, sink, out, part_o, part_ml, T, H, D, rd, scale);
 }
-extern "C" __global__ void __launch_bounds__(256) sparse_attn_packed(const bf16* q, const __grid_constant__ Scopes scopes, const float* sink, bf16* out,
-                                                                     float* part_o, float* part_ml, int T, int H, int D, float scale) {
-    attend<true>(q, scopes, sink, out, part_o, part_ml, T, H, D, scale);
+extern "C" __global__ void __launch_bounds__(256) sparse_attn_packed(const bf16* q, const float* cos_t, const float* sin_t, const __grid_constant__ Scopes scopes,
+    const float* sink, bf16* out, float* part_o, float* part_ml, int T, int H, int D, int rd, float scale) {
+    attend<true>(q, cos_t, sin_t, scopes, sink, out, part_o, part_ml, T, H, D, rd, scale);
 }

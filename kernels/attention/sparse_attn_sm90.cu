@@ -1,7 +1,7 @@
 // sparse_attn_sm90: sparse_attn for head_dim 512 on Hopper, prefill and decode.
 //
 // Maths    as sparse_attn.cu, tiles of 64 rows over the query's valid rows
-// Layout   as sparse_attn.cu, D = 512. One CTA: 64 heads of one query. Two warpgroups split D: each multiplies its half of Q (three
+// Layout   as sparse_attn.cu, D = 512, rd at most 64. One CTA: 64 heads of one query. Two warpgroups split D: each multiplies its half of Q (three
 //          quarters in registers, as many as fit, the rest in shared memory) with its half of the rows, the partial scores are exchanged through shared memory, both do the same
 //          softmax, and each accumulates its half of the output. A third warpgroup gathers rows into two stages of 64 KB
 // Grid     (S, ceil(H/64), T), block 384; dynamic shared memory 2*65536 + 4*16384 + 2*8192 + 1024 + 4*n, n = all listed rows.
@@ -10,6 +10,7 @@
 // Numerics p is rounded to bf16 against the running maximum of 64-row tiles, as the reference; exp by ex2.approx (2 ulp)
 // Checked  tests_cuda/check_attention.cuh, check_packed.cuh
 #include "../common/wgmma.cuh"
+#include "rope.cuh"
 #include "rows.cuh"
 
 constexpr int Q_REGS = 12;  // of the 16 steps of k: all 16 leave too few registers and serialise the wgmma
@@ -125,7 +126,8 @@ __device__ __forceinline__ void widen_rows(const Scopes& scopes, const uint32_t*
 }
 
 template <bool PACKED>
-__device__ __forceinline__ void attend(const bf16* q, const Scopes& scopes, const float* sink, bf16* out, float* part_o, float* part_ml, int T, int H, float scale) {
+__device__ __forceinline__ void attend(const bf16* q, const float* cos_t, const float* sin_t, const Scopes& scopes, const float* sink, bf16* out,
+                                       float* part_o, float* part_ml, int T, int H, int rd, float scale) {
     extern __shared__ __align__(1024) uint8_t smem[];
     uint8_t* kv = smem;
     float4* exchange = reinterpret_cast<float4*>(smem + 2 * TILE_BYTES);  // [2 parities][2 warpgroups][8][128]
@@ -163,7 +165,11 @@ __device__ __forceinline__ void attend(const bf16* q, const Scopes& scopes, cons
         for (int i = tid; i < 512; i += 128) {
             int r = i >> 3, u = i & 7;
             uint4 v = make_uint4(0, 0, 0, 0);
-            if (h0 + r < H) v = *reinterpret_cast<const uint4*>(q + ((int64_t)t * H + h0 + r) * D + wg * 256 + Q_REGS * 16 + u * 8);
+            if (h0 + r < H) {
+                v = *reinterpret_cast<const uint4*>(q + ((int64_t)t * H + h0 + r) * D + wg * 256 + Q_REGS * 16 + u * 8);
+                // The second warpgroup's are the columns that turn.
+                if (cos_t && wg == 1) v = rotate8(v, cos_t + t * (rd >> 1), sin_t + t * (rd >> 1), u * 8 - (64 - rd));
+            }
             *reinterpret_cast<uint4*>(sq + wg * PANEL + r * 128 + ((u ^ (r & 7)) << 4)) = v;
         }
         fence_async_shared();
@@ -281,11 +287,11 @@ __device__ __forceinline__ void attend(const bf16* q, const Scopes& scopes, cons
     }
 }
 
-extern "C" __global__ void __launch_bounds__(384, 1) sparse_attn_sm90(const bf16* q, const __grid_constant__ Scopes scopes, const float* sink, bf16* out, float* part_o,
-                                                                      float* part_ml, int T, int H, float scale) {
-    attend<false>(q, scopes, sink, out, part_o, part_ml, T, H, scale);
+extern "C" __global__ void __launch_bounds__(384, 1) sparse_attn_sm90(const bf16* q, const float* cos_t, const float* sin_t, const __grid_constant__ Scopes scopes,
+    const float* sink, bf16* out, float* part_o, float* part_ml, int T, int H, int rd, float scale) {
+    attend<false>(q, cos_t, sin_t, scopes, sink, out, part_o, part_ml, T, H, rd, scale);
 }
-extern "C" __global__ void __launch_bounds__(384, 1) sparse_attn_packed_sm90(const bf16* q, const __grid_constant__ Scopes scopes, const float* sink, bf16* out,
-                                                                             float* part_o, float* part_ml, int T, int H, float scale) {
-    attend<true>(q, scopes, sink, out, part_o, part_ml, T, H, scale);
+extern "C" __global__ void __launch_bounds__(384, 1) sparse_attn_packed_sm90(const bf16* q, const float* cos_t, const float* sin_t, const __grid_constant__ Scopes scopes,
+    const float* sink, bf16* out, float* part_o, float* part_ml, int T, int H, int rd, float scale) {
+    attend<true>(q, cos_t, sin_t, scopes, sink, out, part_o, part_ml, T, H, rd, scale);
 }

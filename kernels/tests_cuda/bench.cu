@@ -2,7 +2,7 @@
 //
 //     bench FATBIN_DIR [NAME]     medians over replays of a CUDA graph; buffers rotate so that weights come from memory
 #include "harness.cuh"
-#include "../attention/rows.cuh"
+#include "launch_attn.cuh"
 
 template <typename T>
 static std::vector<T> make(int n, const std::function<T()>& f) { std::vector<T> v; for (int i = 0; i < n; ++i) v.push_back(f()); return v; }
@@ -110,7 +110,6 @@ static void bench_experts() {
     }
 }
 
-static size_t attn_smem(int D, int n) { int ldd = (D + 63) / 64 * 64; return 2 * 32 * ldd * 2 + 32 * 33 * 4 + 32 * 40 * 2 + 32 * 4 * 4 + 4 * (size_t)n; }
 static void bench_attn() {
     int H = 64, D = 512;
     for (auto [T, rows, n] : {std::tuple{1, 4224, 640}, {64, 64 * 4224, 640}, {4096, 6144, 640}}) {
@@ -125,13 +124,11 @@ static void bench_attn() {
             Dev<bf16> out((size_t)T * H * D);
             Dev<float> po((size_t)S * T * H * D), ml((size_t)S * T * H * 2);
             double us = graph_us([&](int) {
-                launch("attention/sparse_attn", dim3(S, 2, T), 256, attn_smem(D, n), q.p, sc, sink.p, out.p, po.p, ml.p, T, H, D, 0.0442f);
-                if (S > 1) launch("attention/sparse_attn_combine", dim3(H, T), 128, 0, po.p, ml.p, sink.p, out.p, T, H, D, S);
+                Attn{T, H, D, S}.run(q.p, sc, sink.p, out.p, po.p, ml.p, 0.0442f);
             }, T > 1000 ? 2 : 20, 7);
             row("sparse_attn", fmt("T%d, 633 rows, split %d", T, S), us, (double)T * (633 * 1024 + 2 * 65536), 4.0 * T * H * D * 633);
             us = graph_us([&](int) {
-                launch("attention/sparse_attn_sm90", dim3(S, 1, T), 384, 3 * 65536 + 16384 + 1024 + 4 * n, q.p, sc, sink.p, out.p, po.p, ml.p, T, H, 0.0442f);
-                if (S > 1) launch("attention/sparse_attn_combine", dim3(H, T), 128, 0, po.p, ml.p, sink.p, out.p, T, H, D, S);
+                Attn{T, H, D, S, true}.run(q.p, sc, sink.p, out.p, po.p, ml.p, 0.0442f);
             }, T > 1000 ? 2 : 20, 7);
             row("sparse_attn_sm90", fmt("T%d, 633 rows, split %d", T, S), us, (double)T * (633 * 1024 + 2 * 65536), 4.0 * T * H * D * 633);
         }

@@ -13,10 +13,10 @@ static void bench_layer() {
     auto scale = rand_f32(3), base = rand_f32(24), sink = rand_f32(H), bias = rand_f32(E, 0.1f), angles = rand_f32(32);
     auto norm = rand_bf16(dim), kv = rand_bf16((size_t)rows * D), a = rand_bf16(dim), b = rand_bf16(dim), stream = rand_bf16(4 * dim), stream2 = rand_bf16(4 * dim), out = rand_bf16(dim), x = rand_bf16(dim);
     auto coef = rand_f32(24), coef2 = rand_f32(24);
-    Dev<bf16> y(dim), lat(1792), latn(1280), q(32768), q2(32768), o(32768), o2(32768), mid(8192), both(4608), shared(dim), ye(6 * dim), kvrow(512);
+    Dev<bf16> y(dim), lat(1792), q(32768), o(32768), mid(8192), both(4608), shared(dim), ye(6 * dim), kvrow(512);
     Dev<float> part(80 * 32), po((size_t)10 * H * D), ml(10 * H * 2), logits(E), gw(k);
     Dev<uint32_t> cnt(4), gcnt(1), turns(2 + dim / 128), chosen(k);
-    Dev<uint8_t> lc(1280), ls(40), hc(6 * inter), hs(6 * inter / 32);
+    Dev<uint8_t> hc(6 * inter), hs(6 * inter / 32);
     cnt.zero(); gcnt.zero(); turns.zero();
     std::vector<int> idx(n);
     for (auto& v : idx) v = pick(0, rows - 1);
@@ -24,7 +24,6 @@ static void bench_layer() {
     Scopes sc = {{{kv.p, nullptr, list.p, n, 0}, {}, {}}};
     bf16 *no = nullptr;
     uint8_t* nob = nullptr;
-    auto few = [&](Fp8& f, int i, int N, int K, uint8_t* c, uint8_t* s, bf16* to) { launch_few(few_split(1, false, N, K, 1), 1, false, 1, 1, N, K, c, s, f.w[i % sets].p, f.s[i % sets].p, to); };
     auto raw = [&](Fp8& f, int i, int N, int K, bf16* from, bf16* to) {
         int ks = few_split(1, false, N, K, 1);
         launch_as({ks, false, g_overlap}, "quant/fp8_few_sm90:fp8_few_raw_m1", dim3((N + 127) / 128 * ks), 256, few_smem(K, ks, 1, false), from, f.w[i % sets].p, f.s[i % sets].p, to, 1, N, K);
@@ -32,21 +31,15 @@ static void bench_layer() {
     auto hcs_step = [&](int i, bf16* sub, bf16* from, float* c, bf16* to, float* co) {
         launch("hyperconn/hc_step:hc_step_few", dim3(80, 1), 256, 0, sub, from, c + 4, c + 8, c, fn[i % (2 * sets)].p, scale.p, base.p, norm.p, to, co, x.p, no, nob, nob, y.p, part.p, cnt.p, 1, dim, 1, 24, 20, 1e-6f, 1e-20f);
     };
-    auto rope = [&](bf16* from, bf16* to, bf16* w, int heads, int kind, int inverse) {
-        launch("attention/norm_rope_quant", dim3((heads + 3) / 4), 128, 0, from, w, angles.p, angles.p, (int*)nullptr, to, no, nob, nob, 1, heads, D, 64, 1e-20f, kind, inverse);
-    };
+    Attn attn = {1, H, D, 10, true, false, {angles.p, angles.p, 64}, {kvrow.p, slot.p, kv.p}};
     using Part = std::pair<const char*, std::function<void(int)>>;
     std::vector<Part> parts = {
         {"hc_step (attention)", [&](int i) { hcs_step(2 * i, a.p, stream.p, coef.p, stream2.p, coef2.p); }},
         {"wq_a, wkv", [&](int i) { raw(wa, i, 1792, 5120, x.p, lat.p); }},
-        {"rms_norm", [&](int) { launch("core/rms_norm", dim3(1), 160, 0, lat.p, norm.p, latn.p, no, lc.p, ls.p, 1280, (int64_t)1280, 1e-20f); }},
-        {"wq_b", [&](int i) { few(wq, i, 32768, 1280, lc.p, ls.p, q.p); }},
-        {"rope of q, row of kv", [&](int) { launch("attention/norm_rope_quant:rope_and_row", dim3((H + 4) / 4), 128, 0, q.p, lat.p + 1280, norm.p, angles.p, angles.p, q2.p, kvrow.p, 1, H, D, 64, 1e-20f); }},
-        {"sparse_attn", [&](int) { launch("attention/sparse_attn_sm90", dim3(10, 1, 1), 384, 3 * 65536 + 16384 + 1024 + 4 * n, q2.p, sc, sink.p, o.p, po.p, ml.p, 1, H, 0.0442f); }},
-        {"sparse_attn_combine", [&](int) { launch("attention/sparse_attn_combine", dim3(H, 1), 128, 0, po.p, ml.p, sink.p, o.p, 1, H, D, 10); }},
-        {"write_rows", [&](int) { launch("attention/write_rows", dim3(1), 128, 0, (uint8_t*)kvrow.p, slot.p, (uint8_t*)kv.p, 1024); }},
-        {"rope back of o", [&](int) { rope(o.p, o2.p, no, H, 0, 1); }},
-        {"wo_a", [&](int i) { launch_few(few_split(1, true, 1024, 4096, 8), 1, true, 8, 1, 1024, 4096, o2.p, oa.w[i % sets].p, oa.s[i % sets].p, mid.p); }},
+        {"wq_b, row of kv", [&](int i) { launch_query_heads(1, 32768, 1280, D, 64, lat.p, norm.p, wq.w[i % sets].p, wq.s[i % sets].p, q.p, lat.p + 1280, norm.p, angles.p, angles.p, kvrow.p); }},
+        {"sparse_attn", [&](int) { attn.parts(q.p, sc, sink.p, o.p, po.p, ml.p, 0.0442f); }},
+        {"sparse_attn_combine", [&](int) { attn.combine(po.p, ml.p, sink.p, o.p); }},
+        {"wo_a", [&](int i) { launch_few(few_split(1, true, 1024, 4096, 8), 1, true, 8, 1, 1024, 4096, o.p, oa.w[i % sets].p, oa.s[i % sets].p, mid.p); }},
         {"wo_b", [&](int i) { raw(ob, i, 5120, 8192, mid.p, b.p); }},
         {"hc_step (experts)", [&](int i) { hcs_step(2 * i + 1, b.p, stream2.p, coef2.p, stream.p, coef.p); }},
         {"gate", [&](int i) { launch("moe/topk_gate:gate_one", dim3(E / 4), 128, 8 * E, x.p, gate[i % sets].p, bias.p, (float*)nullptr, nob, logits.p, gcnt.p, gw.p, chosen.p, dim, E, k, 2, 1.0f, 1, 1.5f); }},

@@ -1,8 +1,6 @@
 // sparse_attn, the steps before a cache, index scores, top-k.
 #pragma once
-#include "../attention/rows.cuh"
-
-static size_t attn_smem(int D, int n) { int ldd = (D + 63) / 64 * 64; return 2 * 32 * ldd * 2 + 32 * 33 * 4 + 32 * 40 * 2 + 32 * 4 * 4 + 4 * (size_t)n; }
+#include "launch_attn.cuh"
 
 struct AttnCase {
     Dev<bf16> q, kv[3];
@@ -30,15 +28,15 @@ static void check_sparse_attn(int T, int H, int D, int n0, int n1, int n2, int r
     int n = n0 + n1 + n2;
     Dev<bf16> out((size_t)T * H * D);
     Dev<float> po((size_t)S * T * H * D), ml((size_t)S * T * H * 2), want((size_t)T * H * D);
-    launch("attention/sparse_attn", dim3(S, (H + 31) / 32, T), 256, attn_smem(D, n), c.q.p, c.scopes(), c.sink.p, out.p, po.p, ml.p, T, H, D, scale);
-    if (S > 1) launch("attention/sparse_attn_combine", dim3(H, T), 128, 0, po.p, ml.p, c.sink.p, out.p, T, H, D, S);
+    Attn attn = {T, H, D, S};
+    attn.run(c.q.p, c.scopes(), c.sink.p, out.p, po.p, ml.p, scale);
     CUDA(cudaFuncSetAttribute(ref_attn, cudaFuncAttributeMaxDynamicSharedMemorySize, 64 * 1024));
     ref_attn<<<dim3(H, T), 128, n * 8>>>(c.q, c.kv[0], c.idx[0], n0, c.kv[1], c.idx[1], n1, c.kv[2], c.idx[2], n2, c.sink, want, H, D, scale);
     near("sparse_attn", fmt("T%d H%d D%d %d+%d+%d of %d split %d", T, H, D, n0, n1, n2, rows, S), out.get(), want.get(), 5e-3);
     if (D == 512) {
         out.poison(); po.poison(); ml.poison();
-        launch("attention/sparse_attn_sm90", dim3(S, (H + 63) / 64, T), 384, 3 * 65536 + 16384 + 1024 + 4 * n, c.q.p, c.scopes(), c.sink.p, out.p, po.p, ml.p, T, H, scale);
-        if (S > 1) launch("attention/sparse_attn_combine", dim3(H, T), 128, 0, po.p, ml.p, c.sink.p, out.p, T, H, D, S);
+        attn.sm90 = true;
+        attn.run(c.q.p, c.scopes(), c.sink.p, out.p, po.p, ml.p, scale);
         near("sparse_attn_sm90", fmt("T%d H%d D%d %d+%d+%d of %d split %d", T, H, D, n0, n1, n2, rows, S), out.get(), want.get(), 5e-3);
     }
     if (corner) {
@@ -49,6 +47,66 @@ static void check_sparse_attn(int T, int H, int D, int n0, int n1, int n2, int r
     }
 }
 
+// Rotation and the write of rows within attention, against launches of their own: the same bits.
+static void check_attn_ends(int T, int H, int D, int rd, int n0, int n2, int S, bool sm90) {
+    auto c = attn_case(T, H, D, n0, 1, n2, 300, 0.2f, false);
+    auto cs = rand_f32((size_t)T * rd / 2), sn = rand_f32((size_t)T * rd / 2);
+    auto kv = rand_bf16((size_t)T * D);
+    std::vector<int> at(T);
+    for (int t = 0; t < T; ++t) at[t] = t == 1 ? -1 : 2 * t + 3;
+    Dev<int> rows(at);
+    Dev<bf16> q((size_t)T * H * D), o((size_t)T * H * D), out((size_t)T * H * D), turned((size_t)T * H * D);
+    Dev<float> po((size_t)S * T * H * D), ml((size_t)S * T * H * 2);
+    float scale = powf(D, -0.5f);
+    bf16* no = nullptr;
+    uint8_t* nob = nullptr;
+    auto rope = [&](bf16* from, bf16* to, int inverse) {
+        launch("attention/norm_rope_quant", dim3((T * H + 3) / 4), 128, 0, from, no, cs.p, sn.p, (int*)nullptr, to, no, nob, nob, T, H, D, rd, 1e-20f, 0, inverse);
+    };
+    Attn attn = {T, H, D, S, sm90};
+    rope(c.q.p, q.p, 0);
+    attn.run(q.p, c.scopes(), c.sink.p, o.p, po.p, ml.p, scale);
+    rope(o.p, turned.p, 1);
+    auto want = S > 1 ? turned.get() : o.get();
+    std::string shape = fmt("T%d H%d D%d rope %d split %d%s", T, H, D, rd, S, sm90 ? " sm90" : "");
+    size_t row = 3 + 2 * (size_t)T;
+    for (int kind = 0; kind < (S > 1 ? 4 : 1); ++kind) {
+        int cd = kind == 0 ? 2 * D : kind == 1 ? D : D / 2, group = kind == 3 ? 16 : 32;
+        auto pool = rand_u8(row * cd, 0), scales = rand_u8(row * D / group, 0);
+        Dev<uint8_t> pool2(pool.get()), scales2(scales.get());
+        if (kind) launch("attention/pack_rows", dim3(T), 128, 0, kv.p, rows.p, pool.p, scales.p, D, kind);
+        else launch("attention/write_rows", dim3(T), 128, 0, (uint8_t*)kv.p, rows.p, pool.p, 2 * D);
+        attn.angles = {cs.p, sn.p, rd};
+        if (S > 1) attn.write = {kv.p, rows.p, pool2.p, scales2.p, kind};
+        out.poison(); po.poison(); ml.poison();
+        attn.run(c.q.p, c.scopes(), c.sink.p, out.p, po.p, ml.p, scale);
+        same("sparse_attn turned", shape, out.get(), want);
+        if (S == 1) continue;
+        same("sparse_attn rows", shape + fmt(" kind %d", kind), pool2.get(), pool.get());
+        same("sparse_attn rows", shape + fmt(" kind %d scales", kind), scales2.get(), scales.get());
+    }
+}
+
+static void check_query_heads() {
+    for (auto [N, K, D, rd, ks] : {std::tuple{32768, 1280, 512, 64, 1}, {4096, 1280, 128, 64, 4}, {200, 96, 64, 32, 1}, {100, 2336, 256, 128, 3}, {640, 5120, 64, 2, 8}}) {
+        auto both = rand_bf16(K + D), norm = rand_bf16(K), kvn = rand_bf16(D);
+        auto w = rand_u8((size_t)N * K, 1), s = rand_u8((size_t)(N + 31) / 32 * (K / 32), 2);
+        auto c = rand_f32(rd / 2), sn = rand_f32(rd / 2);
+        Dev<bf16> y(K), q(N), q2(N), row(D), row2(D);
+        bf16* no = nullptr;
+        uint8_t* nob = nullptr;
+        launch("core/rms_norm", dim3(1), std::min(1024, (K / 8 + 31) / 32 * 32), 0, both.p, norm.p, y.p, no, nob, nob, K, (int64_t)K, 1e-20f);
+        launch_as({ks, false, g_overlap}, "quant/fp8_few_sm90:fp8_few_raw_m1", dim3((N + 127) / 128 * ks), 256, few_smem(K, ks, 1, false), y.p, w.p, s.p, q.p, 1, N, K);
+        launch("attention/norm_rope_quant", dim3(1), 128, 0, both.p + K, kvn.p, c.p, sn.p, (int*)nullptr, row.p, no, nob, nob, 1, 1, D, rd, 1e-20f, 1, 0);
+        launch_query_heads(ks, N, K, D, rd, both.p, norm.p, w.p, s.p, q2.p, both.p + K, kvn.p, c.p, sn.p, row2.p);
+        std::string shape = fmt("N%d K%d D%d rope %d, clusters of %d", N, K, D, rd, ks);
+        same("query_heads", shape, q2.get(), q.get());
+        same("query_heads row", shape, row2.get(), row.get());
+        q2.poison();
+        launch_query_heads(ks, N, K, D, rd, both.p, norm.p, w.p, s.p, q2.p, no, no, nullptr, nullptr, no);
+        same("query_heads alone", shape, q2.get(), q.get());
+    }
+}
 static void check_rope_and_row() {
     for (auto [T, H, D, rd] : {std::tuple{1, 64, 512, 64}, {5, 3, 64, 32}, {2, 7, 256, 256}, {3, 1, 128, 2}}) {
         auto q = rand_bf16((size_t)T * H * D), kv = rand_bf16((size_t)T * D), w = rand_bf16(D);
@@ -186,6 +244,11 @@ static void check_attention() {
     check_sparse_attn(5, 64, 512, 100, 128, 300, 3000, 3, true);
     check_sparse_attn(3, 37, 512, 30, 20, 80, 3000, 1, true);
     check_sparse_attn(300, 64, 512, 128, 1, 512, 3000, 1, false);
+    check_query_heads();
+    for (bool sm90 : {false, true})
+        for (int S : {1, 3, 10}) check_attn_ends(S == 3 ? 5 : 1, 37, 512, S == 3 ? 32 : 64, 128, 512, S, sm90);
+    check_attn_ends(3, 5, 96, 32, 65, 33, 3, false);
+    check_attn_ends(2, 8, 64, 64, 20, 33, 2, false);
 }
 
 static float unsort(uint16_t k) {

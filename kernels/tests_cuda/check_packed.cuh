@@ -59,7 +59,6 @@ static void check_packed_attn(int T, int H, int D, int n0, int n1, int n2, int r
     }
     Scopes plain = c.scopes();
     float scale = powf(D, -0.5f);
-    int n = n0 + n1 + n2;
     size_t parts = (size_t)S * T * H;
     for (bool sm90 : {false, true}) {
         if (sm90 && D != 512) continue;
@@ -68,9 +67,7 @@ static void check_packed_attn(int T, int H, int D, int n0, int n1, int n2, int r
             Dev<bf16> out((size_t)T * H * D);
             Dev<float> po(parts * D), ml(parts * 2);
             Scopes s = p ? sc : plain;
-            if (sm90) launch(p ? "attention/sparse_attn_sm90:sparse_attn_packed_sm90" : "attention/sparse_attn_sm90", dim3(S, (H + 63) / 64, T), 384, 3 * 65536 + 16384 + 1024 + 4 * n, c.q.p, s, c.sink.p, out.p, po.p, ml.p, T, H, scale);
-            else launch(p ? "attention/sparse_attn:sparse_attn_packed" : "attention/sparse_attn", dim3(S, (H + 31) / 32, T), 256, attn_smem(D, n), c.q.p, s, c.sink.p, out.p, po.p, ml.p, T, H, D, scale);
-            if (S > 1) launch("attention/sparse_attn_combine", dim3(H, T), 128, 0, po.p, ml.p, c.sink.p, out.p, T, H, D, S);
+            Attn{T, H, D, S, sm90, p == 1}.run(c.q.p, s, c.sink.p, out.p, po.p, ml.p, scale);
             outs[p] = out.get();
         }
         report(sm90 ? "sparse_attn_packed_sm90" : "sparse_attn_packed", fmt("T%d H%d D%d %d+%d+%d split %d kinds %d %d %d", T, H, D, n0, n1, n2, S, kinds[0], kinds[1], kinds[2]),
