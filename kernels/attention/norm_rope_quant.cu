@@ -77,18 +77,3 @@ extern "C" __global__ void __launch_bounds__(128) norm_rope_quant(const bf16* x,
         if (pool && row >= 0 && d < D) pool[row * D + d] = b;
     }
 }
-
-// A step's queries and its own rows in one launch: q [T, H, D] rotated, kv [T, D] normed, rotated and rounded as kind 1. Grid: one warp per row
-// of either, ceil(T*(H+1)/4) blocks; D 64, 128, 256 or 512.
-extern "C" __global__ void __launch_bounds__(128) rope_and_row(const bf16* q, const bf16* kv, const bf16* w, const float* cos_t, const float* sin_t, bf16* q_out,
-                                                               bf16* kv_out, int T, int H, int D, int rd, float eps) {
-    after_previous();
-    int64_t v = (int64_t)blockIdx.x * 4 + (threadIdx.x >> 5), heads = (int64_t)T * H;
-    if (v >= heads + T) return;
-    bool row = v >= heads;
-    int64_t t = row ? v - heads : v / H, at = row ? t : v;
-#define WHOLE(N) \
-    if (D == 32 * N) return whole_row<N>(row ? kv : q, row ? w : nullptr, cos_t, sin_t, row ? kv_out : q_out, nullptr, nullptr, nullptr, at, t, at, rd, eps, row ? 1 : 0, 0);
-    WHOLE(16) WHOLE(8) WHOLE(4) WHOLE(2)
-#undef WHOLE
-}

@@ -1,9 +1,11 @@
 // fp8_many: y = x W^T with e4m3 weights for many tokens, on Hopper, at the rate of the bf16 tensor core.
 //
 // Maths    as fp8_linear
-// Layout   x from act_quant_tiled (fp4_weights = 0) with rows_pad rows; w [N, K] u8, s [ceil(N/32), K/32] u8; y [M, N] bf16
+// Layout   x from act_quant_tiled (fp4_weights = 0) with rows_pad rows; w [N, K] u8, s [ceil(N/32), K/32] u8; y [M, N] bf16.
+//          Groups side by side: every `per` rows of w have K columns of x of their own, one group's after another's (wo_a: quantise = 0)
 // Grid     persistent: min(SMs, tiles) blocks of 384 threads, tiles = ceil(N/128) * ceil(M/TOK), TOK = 256, 192 or 128 (suffix);
-//          dynamic shared memory 4*TOK*128 + 2*TOK*144 + 1024. K a multiple of 32, N a multiple of 8
+//          dynamic shared memory 4*TOK*128 + 2*TOK*144 + 1024. K a multiple of 32, N a multiple of 8;
+//          per = N, or a multiple of 128 with K a multiple of 64
 // Numerics exact bf16 operands (weight codes times scale, widened in registers), f32 sums over K in one chain
 // Checked  tests_cuda/check.cu
 //
@@ -29,7 +31,7 @@ struct WeightStage {
 };
 
 template <int TOK>
-__device__ __forceinline__ void many(const bf16* x, const uint8_t* w, const uint8_t* s, bf16* y, int M, int N, int K, int64_t rows_pad) {
+__device__ __forceinline__ void many(const bf16* x, const uint8_t* w, const uint8_t* s, bf16* y, int M, int N, int K, int per, int64_t rows_pad) {
     constexpr int STAGE = TOK * 128, OUT_ROW = 72;  // a staged token: 64 rows of one warpgroup and 8 of padding
     extern __shared__ __align__(1024) uint8_t smem[];
     bf16* stage_out = reinterpret_cast<bf16*>(smem + STAGES * STAGE);
@@ -46,13 +48,13 @@ __device__ __forceinline__ void many(const bf16* x, const uint8_t* w, const uint
         if (threadIdx.x != 256) return;
         uint32_t dst = smem_addr(smem), at = 0;
         for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-            int64_t t0 = (int64_t)(tile % m_tiles) * TOK;
+            int64_t t0 = (int64_t)(tile % m_tiles) * TOK, k0 = (int64_t)(tile / m_tiles * 128 / per) * steps;
             uint32_t bytes = (uint32_t)min((int64_t)TOK, rows_pad - t0) * 128;
             for (int k = 0; k < steps; ++k, ++at) {
                 uint32_t st = at % STAGES;
                 if (at >= STAGES) mbar_wait(empty + 8 * st, (at / STAGES + 1) & 1);
                 mbar_expect(full + 8 * st, bytes);
-                bulk_load(dst + st * STAGE, x + (k * rows_pad + t0) * 64, bytes, full + 8 * st);
+                bulk_load(dst + st * STAGE, x + ((k0 + k) * rows_pad + t0) * 64, bytes, full + 8 * st);
             }
         }
         return;
@@ -122,12 +124,15 @@ __device__ __forceinline__ void many(const bf16* x, const uint8_t* w, const uint
     }
 }
 
-extern "C" __global__ void __launch_bounds__(384, 1) fp8_many_256(const bf16* x, const uint8_t* w, const uint8_t* s, bf16* y, int M, int N, int K, int64_t rows_pad) {
-    many<256>(x, w, s, y, M, N, K, rows_pad);
+extern "C" __global__ void __launch_bounds__(384, 1) fp8_many_256(const bf16* x, const uint8_t* w, const uint8_t* s, bf16* y, int M, int N, int K, int per,
+                                                                   int64_t rows_pad) {
+    many<256>(x, w, s, y, M, N, K, per, rows_pad);
 }
-extern "C" __global__ void __launch_bounds__(384, 1) fp8_many_128(const bf16* x, const uint8_t* w, const uint8_t* s, bf16* y, int M, int N, int K, int64_t rows_pad) {
-    many<128>(x, w, s, y, M, N, K, rows_pad);
+extern "C" __global__ void __launch_bounds__(384, 1) fp8_many_128(const bf16* x, const uint8_t* w, const uint8_t* s, bf16* y, int M, int N, int K, int per,
+                                                                   int64_t rows_pad) {
+    many<128>(x, w, s, y, M, N, K, per, rows_pad);
 }
-extern "C" __global__ void __launch_bounds__(384, 1) fp8_many_192(const bf16* x, const uint8_t* w, const uint8_t* s, bf16* y, int M, int N, int K, int64_t rows_pad) {
-    many<192>(x, w, s, y, M, N, K, rows_pad);
+extern "C" __global__ void __launch_bounds__(384, 1) fp8_many_192(const bf16* x, const uint8_t* w, const uint8_t* s, bf16* y, int M, int N, int K, int per,
+                                                                   int64_t rows_pad) {
+    many<192>(x, w, s, y, M, N, K, per, rows_pad);
 }

@@ -14,7 +14,7 @@ static void bench_many() {
         for (int tok : {256, 192, 128}) {
             int tiles = (N + 127) / 128 * ((M + tok - 1) / tok);
             double us = graph_us([&](int i) {
-                launch(fmt("quant/fp8_many_sm90:fp8_many_%d", tok), dim3(std::min(132, tiles)), 384, 4 * tok * 128 + 2 * tok * 144 + 1024, tiled.p, ws[i % n].p, s.p, y.p, M, N, K, (int64_t)M);
+                launch(fmt("quant/fp8_many_sm90:fp8_many_%d", tok), dim3(std::min(132, tiles)), 384, 4 * tok * 128 + 2 * tok * 144 + 1024, tiled.p, ws[i % n].p, s.p, y.p, M, N, K, N, (int64_t)M);
             }, 6, 7);
             row(fmt("fp8_many_%d", tok).c_str(), fmt("M%d %d->%d", M, K, N), us, (double)N * K + 2.0 * M * (K + N), 2.0 * M * N * K);
         }

@@ -271,9 +271,30 @@ static void check_fp8_many() {
         for (int tok : {128, 192, 256}) {
             Dev<bf16> y((size_t)M * N);
             int tiles = (N + 127) / 128 * ((M + tok - 1) / tok);
-            launch(fmt("quant/fp8_many_sm90:fp8_many_%d", tok), dim3(std::min(132, tiles)), 384, 4 * tok * 128 + 2 * tok * 144 + 1024, tiled.p, w.p, s.p, y.p, M, N, K, (int64_t)rp);
+            launch(fmt("quant/fp8_many_sm90:fp8_many_%d", tok), dim3(std::min(132, tiles)), 384, 4 * tok * 128 + 2 * tok * 144 + 1024, tiled.p, w.p, s.p, y.p, M, N, K, N, (int64_t)rp);
             near(fmt("fp8_many_%d", tok), fmt("M%d N%d K%d", M, N, K), y.get(), want, ONE_ROUNDING);
         }
+    }
+}
+// Groups side by side: each as a product of its own.
+static void check_fp8_many_groups() {
+    for (auto [M, G, N, K] : {std::tuple{70, 3, 128, 64}, {300, 5, 256, 192}, {513, 8, 1024, 4096}}) {
+        auto w = rand_weight(0, wbytes(0, (int64_t)G * N, K)), s = rand_u8(sbytes(0, (int64_t)G * N, K), 2);
+        auto x = rand_bf16((size_t)M * G * K);
+        int rp = (M + 7) & ~7, all = G * N;
+        Dev<bf16> tiled((size_t)rp * G * K), one((size_t)rp * K), y((size_t)M * all), yg((size_t)M * N), part((size_t)M * K);
+        launch("quant/act_quant:act_quant_tiled", dim3(M), 256, G * K * 2, x.p, (int*)nullptr, 1, tiled.p, G * K, (int64_t)G * K, (int64_t)rp, 0, 0);
+        launch("quant/fp8_many_sm90:fp8_many_128", dim3(132), 384, 4 * 128 * 128 + 2 * 128 * 144 + 1024, tiled.p, w.p, s.p, y.p, M, all, K, N, (int64_t)rp);
+        auto got = y.get();
+        bool ok = true;
+        for (int g = 0; g < G; ++g) {
+            CUDA(cudaMemcpy2D(part.p, K * 2, x.p + (size_t)g * K, (size_t)G * K * 2, K * 2, M, cudaMemcpyDeviceToDevice));
+            launch("quant/act_quant:act_quant_tiled", dim3(M), 256, K * 2, part.p, (int*)nullptr, 1, one.p, K, (int64_t)K, (int64_t)rp, 0, 0);
+            launch("quant/fp8_many_sm90:fp8_many_128", dim3(132), 384, 4 * 128 * 128 + 2 * 128 * 144 + 1024, one.p, w.p + (size_t)g * N * K, s.p + (size_t)g * N * K / 1024, yg.p, M, N, K, N, (int64_t)rp);
+            auto want = yg.get();
+            for (int m = 0; m < M; ++m) ok &= !memcmp(&got[(size_t)m * all + (size_t)g * N], &want[(size_t)m * N], N * 2);
+        }
+        report("fp8_many groups", fmt("M%d G%d N%d K%d", M, G, N, K), ok, "the bits of products of their own");
     }
 }
 
@@ -292,6 +313,7 @@ int main(int argc, char** argv) {
     run("linear", check_linear);
     run("few", check_fp8_few);
     run("many", check_fp8_many);
+    run("many", check_fp8_many_groups);
     run("moe", check_moe);
     run("attention", check_attention);
     run("packed", check_packed);

@@ -107,20 +107,6 @@ static void check_query_heads() {
         same("query_heads alone", shape, q2.get(), q.get());
     }
 }
-static void check_rope_and_row() {
-    for (auto [T, H, D, rd] : {std::tuple{1, 64, 512, 64}, {5, 3, 64, 32}, {2, 7, 256, 256}, {3, 1, 128, 2}}) {
-        auto q = rand_bf16((size_t)T * H * D), kv = rand_bf16((size_t)T * D), w = rand_bf16(D);
-        auto c = rand_f32((size_t)T * rd / 2), s = rand_f32((size_t)T * rd / 2);
-        Dev<bf16> q1((size_t)T * H * D), q2((size_t)T * H * D), k1((size_t)T * D), k2((size_t)T * D);
-        bf16* no = nullptr;
-        uint8_t* nob = nullptr;
-        launch("attention/norm_rope_quant", dim3((T * H + 3) / 4), 128, 0, q.p, no, c.p, s.p, (int*)nullptr, q1.p, no, nob, nob, T, H, D, rd, 1e-20f, 0, 0);
-        launch("attention/norm_rope_quant", dim3((T + 3) / 4), 128, 0, kv.p, w.p, c.p, s.p, (int*)nullptr, k1.p, no, nob, nob, T, 1, D, rd, 1e-20f, 1, 0);
-        launch("attention/norm_rope_quant:rope_and_row", dim3((T * (H + 1) + 3) / 4), 128, 0, q.p, kv.p, w.p, c.p, s.p, q2.p, k2.p, T, H, D, rd, 1e-20f);
-        same("rope_and_row q", fmt("T%d H%d D%d rope %d", T, H, D, rd), q2.get(), q1.get());
-        same("rope_and_row kv", fmt("T%d H%d D%d rope %d", T, H, D, rd), k2.get(), k1.get());
-    }
-}
 static void check_norm_rope_quant() {
     for (auto [T, H, D, rd] : {std::tuple{3, 1, 512, 64}, {5, 3, 64, 16}, {2, 32, 128, 64}, {7, 1, 96, 32}})
         for (int kind = 0; kind < 4; ++kind)
@@ -233,7 +219,6 @@ static void check_cache() {
 
 static void check_attention() {
     check_norm_rope_quant();
-    check_rope_and_row();
     check_cache();
     check_sparse_attn(3, 5, 64, 7, 3, 48, 100, 1, true);
     check_sparse_attn(3, 5, 64, 7, 3, 48, 100, 3, true);

@@ -10,7 +10,7 @@ use crate::compressor::{Compressor, Entries};
 use crate::config::{AttentionConfig, IndexRole, LayerRole};
 use crate::index_keys::IndexKeySource;
 use crate::indexer::{IndexQuery, Indexer};
-use crate::ops::{KvScope, sparse_attn};
+use crate::ops::KvScope;
 use crate::plan::AttnPlan;
 use crate::projections::Projections;
 use crate::rows::{RowQuant, finish_rows};
@@ -35,7 +35,7 @@ pub struct LayerCache<'a> {
 /// What the tokens of a step bring to their attention: queries, rows, entries of groups.
 #[derive(Debug)]
 pub struct Prepared {
-    /// `[T, heads of this rank, head_dim]` bf16.
+    /// `[T, heads of this rank, head_dim]` bf16, not rotated.
     q: Tensor,
     /// `[T, head_dim]` bf16.
     kv: Tensor,
@@ -127,7 +127,7 @@ impl Attention {
         }
         let prepared = self.prepare(xs, ropes)?;
         let o = self.attend(prepared, plan, ropes, cache, shared)?;
-        self.output(&o, ropes)
+        self.output(&o)
     }
 
     fn table<'a>(&self, ropes: &'a RopeTables) -> &'a RopeTable {
@@ -167,8 +167,8 @@ impl Attention {
     ///
     /// # Errors
     /// Shapes that do not fit.
-    pub fn output(&self, o: &Tensor, ropes: &RopeTables) -> Result<Tensor> {
-        self.core.output(o, self.table(ropes))
+    pub fn output(&self, o: &Tensor) -> Result<Tensor> {
+        self.core.output(o)
     }
 
     /// The second of the three, and the one with the caches → `[T, heads of this rank, head_dim]` bf16.
@@ -214,16 +214,15 @@ impl Attention {
                 Some((far, &shared.topk()?.0))
             }
         };
+        let entering = window.entering(&kv, &plan.window);
         let mut scopes = Vec::with_capacity(3);
-        scopes.push(KvScope::new(window.kv().stored(), &plan.window.ring_idxs));
+        scopes.push(KvScope::new(entering.stored(), &plan.window.ring_idxs));
         scopes.push(KvScope::new(&kv, &plan.window.present_idxs));
         if let Some((far, idxs)) = far {
             scopes.push(KvScope::new(far.kv().stored(), idxs));
         }
-        let o = sparse_attn(&q, &scopes, &self.core.attn_sink, self.core.scale)?;
-        // After attention: a chunk's own rows may push out rows that its first tokens still see.
-        window.write(&kv, &plan.window)?;
-        Ok(o)
+        self.core
+            .attend(&q, &scopes, self.table(ropes), Some(entering))
     }
 
     /// Compresses the tokens into the layer's own cache, if it has one, and returns it.

@@ -18,7 +18,7 @@ use deepseek_v41_core::{Error, Result};
 use crate::config::AttentionConfig;
 use crate::ops::{self, IndexSpan};
 use crate::plan::{CompressPlan, WindowPlan};
-use crate::pool::{KvFormat, KvPool, copy_rows, gather_rows, slots_tensor};
+use crate::pool::{Entering, KvFormat, KvPool, copy_rows, gather_rows, slots_tensor};
 use crate::rows::RowQuant;
 use crate::slots::{CacheGeometry, SlotMap};
 
@@ -63,6 +63,11 @@ impl WindowCache {
     /// The plan was made for another step or geometry.
     pub fn write(&mut self, kv: &Tensor, plan: &WindowPlan) -> Result<()> {
         self.kv.write(kv, &plan.ring_slots)
+    }
+
+    /// The same in two halves: the rings for the step's attention, which the rows enter behind it.
+    pub(crate) fn entering<'a>(&'a mut self, kv: &'a Tensor, plan: &'a WindowPlan) -> Entering<'a> {
+        Entering::new(&mut self.kv, kv, &plan.ring_slots)
     }
 
     /// Puts `rows: [n, head_dim]` into the ring rows `slots: [n]` i32, skipping `-1`.

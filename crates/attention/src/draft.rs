@@ -8,7 +8,7 @@ use deepseek_v41_core::{Comm, Error, Result, Rope, RopeTable, VarBuilder};
 use crate::attention::check_input;
 use crate::cache::WindowCache;
 use crate::config::{AttentionConfig, LayerRole};
-use crate::ops::{KvScope, sparse_attn};
+use crate::ops::KvScope;
 use crate::plan::{ChunkSpec, RaggedRows, i32_tensor, push_ring_slots, window_positions};
 use crate::projections::Projections;
 use crate::slots::CacheGeometry;
@@ -189,7 +189,7 @@ impl DSparkAttention {
     }
 
     /// The first half of [`DSparkAttention::forward`] for some rows of the blocks, `xs: [rows, dim]`:
-    /// their queries and their rows.
+    /// their queries, not rotated, and their rows.
     ///
     /// # Errors
     /// Shapes that do not fit.
@@ -200,7 +200,7 @@ impl DSparkAttention {
         ropes: &DraftRopes,
     ) -> Result<(Tensor, Tensor)> {
         let table = ropes.block.narrow(rows)?;
-        let (_, q) = self.core.queries(xs, &table)?;
+        let (_, q) = self.core.queries(xs)?;
         Ok((q, self.core.kv_rows(xs, &table)?))
     }
 
@@ -223,7 +223,8 @@ impl DSparkAttention {
             KvScope::new(cache.kv().stored(), &ring),
             KvScope::new(kv, &block),
         ];
-        let o = sparse_attn(q, &scopes, &self.core.attn_sink, self.core.scale)?;
-        self.core.output(&o, &ropes.block.narrow(rows)?)
+        let table = ropes.block.narrow(rows)?;
+        self.core
+            .output(&self.core.attend(q, &scopes, &table, None)?)
     }
 }

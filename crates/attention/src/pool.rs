@@ -120,6 +120,11 @@ impl KvPool {
     /// Shapes that do not fit, on the CPU a row outside of the pool and, in a packed pool, a row that was
     /// not rounded by the pool's format (on a GPU its values become the format's nearest).
     pub fn write(&mut self, rows: &Tensor, slots: &Tensor) -> Result<()> {
+        self.put(rows, slots)
+    }
+
+    /// [`write`](Self::write) for those whose caller holds the pool mutably.
+    fn put(&self, rows: &Tensor, slots: &Tensor) -> Result<()> {
         match &self.data {
             RowData::Bf16(data) => ops::write_rows(data, rows, slots),
             RowData::Packed(data) => ops::write_rows(data, &pack_rows(rows, self.codec)?, slots),
@@ -199,6 +204,42 @@ impl KvPool {
                 format!("{row} is not one of {}", self.rows()),
             )),
         }
+    }
+}
+
+/// Rows on their way into a pool that is still being read: they enter it once nobody reads any more.
+#[derive(Debug)]
+pub(crate) struct Entering<'a> {
+    pool: &'a KvPool,
+    /// `[n, dim]` bf16.
+    rows: &'a Tensor,
+    /// `[n]` i32, -1 for a row that is not kept.
+    slots: &'a Tensor,
+}
+
+impl<'a> Entering<'a> {
+    /// `rows` for the places `slots` of `pool`.
+    pub(crate) fn new(pool: &'a mut KvPool, rows: &'a Tensor, slots: &'a Tensor) -> Self {
+        Self { pool, rows, slots }
+    }
+
+    /// The pool as it is without them.
+    pub(crate) fn stored(&self) -> StoredRows<'a> {
+        self.pool.stored()
+    }
+
+    /// The rows and their places.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn rows(&self) -> (&'a Tensor, &'a Tensor) {
+        (self.rows, self.slots)
+    }
+
+    /// Puts them in.
+    ///
+    /// # Errors
+    /// As [`KvPool::write`].
+    pub(crate) fn enter(self) -> Result<()> {
+        self.pool.put(self.rows, self.slots)
     }
 }
 

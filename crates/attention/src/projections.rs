@@ -14,16 +14,27 @@ use deepseek_v41_quant::{
 };
 
 use crate::config::AttentionConfig;
+use crate::ops::{KvScope, sparse_attn};
+use crate::pool::Entering;
 use crate::rows::{RowQuant, finish_rows};
 
 /// The query latent of a step's tokens.
 #[derive(Debug, Clone)]
 pub(crate) struct QueryLatent {
     /// `[T, q_lora_rank]` bf16.
-    pub(crate) values: Tensor,
-    /// What a GPU's quantised products take for it.
+    values: Tensor,
+    /// How a GPU's products take it.
     #[cfg(feature = "cuda")]
-    coded: Option<Activation>,
+    form: Option<LatentForm>,
+}
+
+#[cfg(feature = "cuda")]
+#[derive(Debug, Clone)]
+enum LatentForm {
+    /// What quantised products take for the values.
+    Coded(Activation),
+    /// One token on Hopper, whose values are not normed yet: its products do that as they read it.
+    Unnormed(RmsNorm),
 }
 
 impl QueryLatent {
@@ -31,15 +42,22 @@ impl QueryLatent {
         Self {
             values,
             #[cfg(feature = "cuda")]
-            coded: None,
+            form: None,
         }
     }
 
     /// `layer` of it.
     pub(crate) fn through(&self, layer: &Linear) -> Result<Tensor> {
         #[cfg(feature = "cuda")]
-        if let Some(coded) = &self.coded {
-            return quantised(layer, coded);
+        match &self.form {
+            Some(LatentForm::Coded(coded)) => return quantised(layer, coded),
+            Some(LatentForm::Unnormed(norm)) => {
+                if let Some((y, _)) = crate::cuda::query_heads(&self.values, norm, layer, None)? {
+                    return Ok(y);
+                }
+                return quantised(layer, &norm_activation(&self.values, norm)?.1);
+            }
+            None => {}
         }
         layer.forward(&self.values)
     }
@@ -56,9 +74,9 @@ pub(crate) struct Projections {
     joined: Option<Joined>,
     kv_norm: RmsNorm,
     /// `[heads of this rank]` f32.
-    pub(crate) attn_sink: Tensor,
+    attn_sink: Tensor,
     /// `head_dim^-0.5`, an f64 power rounded once.
-    pub(crate) scale: f32,
+    scale: f32,
     wo_a: GroupedLinear,
     wo_b: RowParallelLinear,
     heads: usize,
@@ -124,20 +142,16 @@ impl Projections {
         })
     }
 
-    /// `xs: [T, dim]` → the query latent and the rotated heads `[T, H, head_dim]`.
-    pub(crate) fn queries(&self, xs: &Tensor, table: &RopeTable) -> Result<(QueryLatent, Tensor)> {
-        let qr = self.q_norm.forward(&self.wq_a.forward(xs)?)?;
-        self.heads(QueryLatent::new(qr), table)
+    /// `xs: [T, dim]` → the query latent and the heads `[T, H, head_dim]`, not rotated.
+    pub(crate) fn queries(&self, xs: &Tensor) -> Result<(QueryLatent, Tensor)> {
+        let qr = QueryLatent::new(self.q_norm.forward(&self.wq_a.forward(xs)?)?);
+        let q = qr.through(self.wq_b.linear())?;
+        Ok((qr, self.split(&q)?))
     }
 
-    fn heads(&self, qr: QueryLatent, table: &RopeTable) -> Result<(QueryLatent, Tensor)> {
-        let q = self.unrotated(&qr)?;
-        Ok((qr, apply_rope(&q, table, false)?))
-    }
-
-    fn unrotated(&self, qr: &QueryLatent) -> Result<Tensor> {
-        let shape = (qr.values.dims()[0], self.heads, self.head_dim);
-        Ok(qr.through(self.wq_b.linear())?.reshape(shape)?)
+    /// `[T, H * head_dim]` → `[T, H, head_dim]`.
+    fn split(&self, q: &Tensor) -> Result<Tensor> {
+        Ok(q.reshape((q.dims()[0], self.heads, self.head_dim))?)
     }
 
     /// `xs: [T, dim]` → window KV rows `[T, head_dim]`, rounded as the cache keeps them.
@@ -160,7 +174,7 @@ impl Projections {
         if let Some(joined) = &self.joined {
             return self.joined_queries_and_kv(joined, xs, table);
         }
-        Ok((self.queries(xs, table)?, self.kv_rows(xs, table)?))
+        Ok((self.queries(xs)?, self.kv_rows(xs, table)?))
     }
 
     #[cfg(feature = "cuda")]
@@ -179,24 +193,57 @@ impl Projections {
                 quantised(&self.wkv, &input)?,
             ),
         };
+        let row = crate::cuda::Row {
+            kv: &kv,
+            norm: &self.kv_norm,
+            table,
+        };
+        let wq_b = self.wq_b.linear();
+        if let Some((q, Some(row))) = crate::cuda::query_heads(&a, &self.q_norm, wq_b, Some(row))? {
+            let qr = QueryLatent {
+                values: a,
+                form: Some(LatentForm::Unnormed(self.q_norm.clone())),
+            };
+            return Ok(((qr, self.split(&q)?), row));
+        }
         let (values, coded) = norm_activation(&a, &self.q_norm)?;
         let qr = QueryLatent {
             values,
-            coded: Some(coded),
+            form: Some(LatentForm::Coded(coded)),
         };
-        let q = self.unrotated(&qr)?;
-        if let Some((q, kv)) = crate::cuda::rope_and_row(&q, &kv, &self.kv_norm, table)? {
-            return Ok(((qr, q), kv));
-        }
-        let q = apply_rope(&q, table, false)?;
+        let q = self.split(&qr.through(wq_b)?)?;
         Ok(((qr, q), self.finish_kv(&kv, table)?))
     }
 
+    /// Attention of heads `q: [T, H, head_dim]` as they come from their projection, over `scopes`, and then
+    /// `entering` rows into their pool → `[T, H, head_dim]`.
+    ///
+    /// `table` turns the queries. KV rows are values too and carry the rotation of their position: turning what
+    /// comes out back by the query's leaves the relative one.
+    pub(crate) fn attend(
+        &self,
+        q: &Tensor,
+        scopes: &[KvScope<'_>],
+        table: &RopeTable,
+        entering: Option<Entering<'_>>,
+    ) -> Result<Tensor> {
+        #[cfg(feature = "cuda")]
+        if q.device().is_cuda() {
+            let around = crate::cuda::Around {
+                turn: Some(table),
+                entering,
+            };
+            return crate::cuda::sparse_attn(q, scopes, &self.attn_sink, self.scale, around);
+        }
+        let q = apply_rope(q, table, false)?;
+        let o = sparse_attn(&q, scopes, &self.attn_sink, self.scale)?;
+        // A chunk's own rows may push out rows that its first tokens still see.
+        entering.map_or(Ok(()), Entering::enter)?;
+        apply_rope(&o, table, true)
+    }
+
     /// Attention's result `o: [T, H, head_dim]` → `[T, dim]`.
-    pub(crate) fn output(&self, o: &Tensor, table: &RopeTable) -> Result<Tensor> {
-        // KV rows are values too and carry the rotation of their position; turning back by the query's
-        // leaves the relative one.
-        let o = apply_rope(o, table, true)?;
+    pub(crate) fn output(&self, o: &Tensor) -> Result<Tensor> {
         let o = o.reshape((o.dims()[0], self.heads * self.head_dim))?;
         self.wo_b.forward(&self.wo_a.forward(&o)?)
     }

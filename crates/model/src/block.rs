@@ -90,7 +90,7 @@ impl Block {
                     what: "a layer's queries: it attends once",
                 }),
             })?;
-            self.attn.output(&o, ropes)
+            self.attn.output(&o)
         };
         let indexed = self.role.role.indexer().and(self.role.role.ratio());
         let Some(ratio) = indexed else {

@@ -3,6 +3,7 @@
 //! Weights are uploaded once, as stored; a product widens them in registers. Activations of a quantised
 //! product go through [`act_quant_values`] first, whose result is exact in bf16.
 
+mod few;
 mod products;
 mod quantise;
 
@@ -17,18 +18,17 @@ use deepseek_v41_core::{
 };
 use half::bf16;
 
-pub(crate) use self::products::few_product;
+pub(crate) use self::few::few_product;
 pub use self::{
+    few::FewPlan,
     products::wide_product,
     quantise::{
         act_quant_any, act_quant_codes, act_quant_values, fake_quant_any, fake_quant_fp4, fp4_codes,
     },
 };
 use self::{
-    products::{
-        FEW, FP4, FP8, MANY, Sizes, bf16_groups, bf16_product, coded_product, few_plain_product,
-        few_swiglu_product, many_product,
-    },
+    few::{FEW, few_plain_product, few_swiglu_product},
+    products::{FP4, FP8, MANY, Sizes, bf16_groups, bf16_product, coded_product, many_product},
     quantise::{groups_of, quantise},
 };
 use crate::{
@@ -195,6 +195,8 @@ enum Form {
     Coded(Tensor, Tensor),
     /// One token on Hopper, not quantised yet: its products do that as they read it.
     Raw,
+    /// Not quantised, and what `fp8_many` takes for it, for many tokens on Hopper.
+    Tiled(Tensor),
 }
 
 impl Activation {
@@ -210,7 +212,11 @@ impl Activation {
         supported(k.is_multiple_of(32), "linear", k, rule)?;
         let tokens = xs.elem_count() / k.max(1);
         if !Self::takes_codes(dev, tokens)? {
-            return Ok(Self::plain(act_quant_values(&xs)?));
+            if !Self::takes_tiles(dev, tokens, k)? {
+                return Ok(Self::plain(act_quant_values(&xs)?));
+            }
+            let form = Form::Tiled(tiled(&xs, true)?);
+            return Ok(Self { values: xs, form });
         }
         if tokens == 1 {
             return Ok(Self {
@@ -257,7 +263,7 @@ impl Activation {
     /// A failed launch.
     pub fn exact(&self) -> Result<Tensor> {
         match self.form {
-            Form::Raw => act_quant_values(&self.values),
+            Form::Raw | Form::Tiled(_) => act_quant_values(&self.values),
             Form::Exact | Form::Coded(..) => Ok(self.values.clone()),
         }
     }
@@ -265,6 +271,14 @@ impl Activation {
     /// A token that is not quantised yet.
     pub fn raw(&self) -> Option<&Tensor> {
         matches!(self.form, Form::Raw).then_some(&self.values)
+    }
+
+    /// Whether products of `tokens` tokens of `width` columns want them laid out for `fp8_many` on this device.
+    ///
+    /// # Errors
+    /// The driver does not answer.
+    pub fn takes_tiles(dev: &CudaDevice, tokens: usize, width: usize) -> Result<bool> {
+        Ok(tokens >= MANY && width <= MOST_TILED && is_hopper(dev)?)
     }
 
     /// Whether products of `tokens` tokens want codes on this device.
@@ -289,11 +303,19 @@ pub fn quantised(linear: &Linear, xs: &Activation) -> Result<Tensor> {
             if let Some(y) = few_product(xs, w, (m, n, k))? {
                 return Ok(y);
             }
-            let values = &xs.exact()?;
-            match m >= MANY && n.is_multiple_of(8) && is_hopper(device(values)?)? {
-                true => many_product(values, w, n, k),
-                false => coded_product(values, &FP8, w, (n, k, 1)),
+            let groups = 1;
+            if !n.is_multiple_of(8) {
+                return coded_product(&xs.exact()?, &FP8, w, (n, k, groups));
             }
+            let tokens = match &xs.form {
+                Form::Tiled(tokens) => tokens.clone(),
+                _ if Activation::takes_tiles(device(&xs.values)?, m, k)? => {
+                    tiled(&xs.exact()?, false)?
+                }
+                _ => return coded_product(&xs.exact()?, &FP8, w, (n, k, groups)),
+            };
+            let y = many_product(&tokens, w, Sizes { m, n, k, groups })?;
+            Ok(y.reshape(out_shape(&xs.values, n))?)
         }
         Linear::Fp4(w) => {
             let w = w.device().ok_or_else(missing)?;
@@ -349,10 +371,16 @@ pub(crate) fn grouped(layer: &GroupedLinear, weight: &Linear, xs: &Tensor) -> Re
             supported(n.is_multiple_of(FP8_TILE), "grouped linear", n, rule)?;
             let w = w.device().ok_or_else(missing)?;
             let m = xs.elem_count() / (groups * k).max(1);
-            match Activation::takes_codes(device(xs)?, m)? {
-                true => few_plain_product(xs, w, Sizes { m, n, k, groups }),
-                false => coded_product(xs, &FP8, w, (n, k, groups)),
+            let (dev, sizes) = (device(xs)?, Sizes { m, n, k, groups });
+            if Activation::takes_codes(dev, m)? {
+                return few_plain_product(xs, w, sizes);
             }
+            let whole_tiles = n.is_multiple_of(128) && k.is_multiple_of(64);
+            if whole_tiles && Activation::takes_tiles(dev, m, groups * k)? {
+                let y = many_product(&tiled(&xs.reshape((m, groups * k))?, false)?, w, sizes)?;
+                return Ok(y.reshape(out_shape(xs, groups * n))?);
+            }
+            coded_product(xs, &FP8, w, (n, k, groups))
         }
         Linear::F32(_) | Linear::Fp4(_) => {
             Err(Error::shape("grouped linear", "weights are bf16 or fp8"))

@@ -5,7 +5,7 @@ use deepseek_v41_core::{
     Error, Result, RmsNorm,
     cuda::{
         Held, Launch, Out, kernels,
-        ops::{device, supported},
+        ops::{device, rms_norm, supported},
     },
 };
 use half::bf16;
@@ -99,8 +99,8 @@ impl Joined {
     }
 }
 
-/// [`RmsNorm::forward`] of `xs: [T, dim]` bf16 on a GPU and what quantised products take for the result, in one
-/// launch.
+/// [`RmsNorm::forward`] of `xs: [T, dim]` bf16 on a GPU and what quantised products take for the result, for few tokens
+/// in one launch.
 ///
 /// # Errors
 /// A norm that is not on the GPU, a width the kernel is not made for, or a failed launch.
@@ -121,6 +121,11 @@ pub fn norm_activation(xs: &Tensor, norm: &RmsNorm) -> Result<(Tensor, Activatio
         "multiples of 32 up to 16384",
     )?;
     let xs = xs.contiguous()?;
+    if Activation::takes_tiles(dev, t, dim)? {
+        let y = rms_norm(&xs, weight, norm.eps())?;
+        let coded = Activation::new(&y)?;
+        return Ok((y, coded));
+    }
     let coded = Activation::takes_codes(dev, t)?;
     let y = Out::<bf16>::new(dev, t * dim)?;
     let values = Out::<bf16>::new(dev, t * dim)?;

@@ -12,14 +12,15 @@ use deepseek_v41::{
 
 use crate::data::{Random, checkpoint};
 
-/// Layers of the models: a source of compressed KV with an indexer, and others that read what it has and
-/// use its selection, as most of the released model's do. What the larger model takes more is theirs alone.
-const LAYERS: [usize; 2] = [4, 8];
+/// The models: layers, and those of them that are a source of compressed KV with an indexer. The others read what
+/// the one before has and use its selection, as most of the released model's do. What a larger model takes more
+/// than the first is its additional layers' alone.
+const MODELS: [(usize, &[usize]); 3] = [(4, &[0]), (8, &[0]), (5, &[0, 4])];
 /// Instead of 384: a token reads as many, and they can be made quickly.
 const EXPERTS: usize = 32;
 
 /// The released configuration with `layers` layers, [`EXPERTS`] experts and a small vocabulary.
-fn config(layers: usize) -> Result<Config> {
+fn config(layers: usize, sources: &[usize]) -> Result<Config> {
     let ratios = vec!["2"; layers].join(", ");
     let text = format!(
         r#"{{
@@ -27,7 +28,7 @@ fn config(layers: usize) -> Result<Config> {
         "n_heads": 64, "n_routed_experts": {EXPERTS}, "n_shared_experts": 1, "n_activated_experts": 6,
         "score_func": "sqrtsoftplus", "route_scale": 1.5, "swiglu_limit": 10.0, "q_lora_rank": 1280,
         "head_dim": 512, "rope_head_dim": 64, "norm_eps": 1e-20, "o_groups": 8, "o_lora_rank": 1024,
-        "window_size": 128, "kv_source_layers": [0], "index_source_layers": [0],
+        "window_size": 128, "kv_source_layers": {sources:?}, "index_source_layers": {sources:?},
         "original_seq_len": 65536, "rope_theta": 10000, "rope_factor": 16, "beta_fast": 32,
         "beta_slow": 1, "index_n_heads": 32, "index_head_dim": 128, "index_topk": 512, "hc_mult": 4,
         "hc_sinkhorn_iters": 20, "hc_eps": 1e-6, "dtype": "fp8", "expert_dtype": "fp4",
@@ -134,20 +135,22 @@ fn weights(cfg: &Config) -> Result<(Vec<RawTensor>, usize)> {
     Ok((t.all, read))
 }
 
+/// A model with its configuration and the bytes that a token reads of its layers.
+type Sized = (Transformer, Config, f64);
+
 /// Rows for the table: a layer's share of a step of one token, launched and replayed, at two contexts, and what
-/// a layer that reads another's rows takes of a replayed one.
+/// a layer that reads another's rows and one that makes and indexes rows take of a replayed one.
 #[allow(clippy::print_stdout, reason = "the table is what this program is for")]
 pub(crate) fn run(device: &Device, ceiling: f64) -> Result<()> {
-    let mut models = Vec::new();
-    for layers in LAYERS {
-        let cfg = config(layers)?;
+    let model = |(layers, sources): (usize, &[usize])| -> Result<Sized> {
+        let cfg = config(layers, sources)?;
         let (tensors, bytes) = weights(&cfg)?;
         let model = Transformer::new(&cfg, None, checkpoint(tensors, device))?;
-        models.push((model, cfg, bytes as f64));
-    }
-    let [(few, few_cfg, few_bytes), (many, many_cfg, many_bytes)] = &models[..] else {
-        return Ok(());
+        Ok((model, cfg, bytes as f64))
     };
+    let [few, reading, indexing] = MODELS.map(model);
+    let (few, reading, indexing) = (few?, reading?, indexing?);
+    let layers = few.1.n_layers as f64;
     let row = |name: &str, context: usize, seconds: f64, bytes: f64| {
         println!(
             "| {name} | {context} | {:.1} | {:.0} GB/s | {:.1} % |",
@@ -159,28 +162,32 @@ pub(crate) fn run(device: &Device, ceiling: f64) -> Result<()> {
     println!(
         "\ndecoder layers of the released shapes, 1 token, {EXPERTS} experts instead of 384, {:.0} MB of \
          weights a layer\n\n| step | context | µs a layer | rate | of ceiling |\n| --- | ---: | ---: | ---: | ---: |",
-        few_bytes / LAYERS[0] as f64 / 1e6
+        few.2 / layers / 1e6
     );
-    let layers = LAYERS[0] as f64;
     for context in [4096usize, 65_536] {
-        let launched = step(few, few_cfg, context, false)?;
-        row("launched", context, launched / layers, few_bytes / layers);
-        let replayed = step(few, few_cfg, context, true)?;
-        row("replayed", context, replayed / layers, few_bytes / layers);
-        let more = (LAYERS[1] - LAYERS[0]) as f64;
-        let reading = (step(many, many_cfg, context, true)? - replayed) / more;
         row(
-            "replayed, a layer more",
+            "launched",
             context,
-            reading,
-            (many_bytes - few_bytes) / more,
+            step(&few, context, false)? / layers,
+            few.2 / layers,
         );
+        let replayed = step(&few, context, true)?;
+        row("replayed", context, replayed / layers, few.2 / layers);
+        let more = [
+            ("replayed, a reading layer more", &reading),
+            ("replayed, an indexing layer more", &indexing),
+        ];
+        for (name, larger) in more {
+            let added = larger.1.n_layers as f64 - layers;
+            let seconds = step(larger, context, true)? - replayed;
+            row(name, context, seconds / added, (larger.2 - few.2) / added);
+        }
     }
     Ok(())
 }
 
 /// Median seconds of a step, from the host's call until its logits are there.
-fn step(model: &Transformer, cfg: &Config, context: usize, replay: bool) -> Result<f64> {
+fn step((model, cfg, _): &Sized, context: usize, replay: bool) -> Result<f64> {
     let limits = Limits {
         max_len: context + 256,
         ..Limits::default()

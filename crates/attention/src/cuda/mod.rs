@@ -3,6 +3,7 @@
 //! Indices are not checked there: a row outside of its pool is the caller's error that the CPU reports.
 
 mod index_topk;
+mod query_heads;
 mod sparse_attn;
 mod topk_rows;
 
@@ -11,14 +12,15 @@ use deepseek_v41_core::{
     Error, Result, RmsNorm, RopeTable,
     cuda::{
         Held, Launch, Out, Ptr, contiguous, kernels,
-        ops::{self, RowKind, device, norm_rope_quant},
+        ops::{RowKind, device, norm_rope_quant},
     },
 };
 use half::bf16;
 
 pub(crate) use self::{
     index_topk::{Spans, Wanted, index_topk},
-    sparse_attn::sparse_attn,
+    query_heads::{Row, query_heads},
+    sparse_attn::{Around, sparse_attn},
 };
 use crate::rows::RowQuant;
 use crate::stored::RowPlanes;
@@ -41,17 +43,6 @@ pub(crate) fn finish_rows(
 ) -> Result<Tensor> {
     let norm = norm.map(half_norm).transpose()?;
     norm_rope_quant(xs, norm, (&table.cos, &table.sin), kind(quant), false)
-}
-
-/// Queries `[T, H, D]` rotated and window rows `kv: [T, D]` finished, in one launch; `None` for widths that
-/// the kernel is not made for.
-pub(crate) fn rope_and_row(
-    q: &Tensor,
-    kv: &Tensor,
-    norm: &RmsNorm,
-    table: &RopeTable,
-) -> Result<Option<(Tensor, Tensor)>> {
-    ops::rope_and_row(q, kv, half_norm(norm)?, (&table.cos, &table.sin))
 }
 
 /// A norm as kernels take it.

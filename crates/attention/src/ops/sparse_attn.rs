@@ -84,6 +84,20 @@ pub fn sparse_attn(
     sink: &Tensor,
     scale: f32,
 ) -> Result<Tensor> {
+    let dim = check(q, scopes, sink)?;
+    #[cfg(feature = "cuda")]
+    if q.device().is_cuda() {
+        return crate::cuda::sparse_attn(q, scopes, sink, scale, crate::cuda::Around::default());
+    }
+    if q.device().is_cpu() {
+        with_rows(scopes, dim, |rows| check_indices(rows, dim))?;
+    }
+    Ok(q.contiguous()?
+        .apply_op2_no_bwd(sink, &SparseAttn { scopes, scale })?)
+}
+
+/// Refuses operands that do not fit each other; the head width of those that do.
+pub(crate) fn check(q: &Tensor, scopes: &[KvScope<'_>], sink: &Tensor) -> Result<usize> {
     let (t, heads, dim) = q
         .dims3()
         .map_err(|_| shape(format!("q is {:?}", q.shape())))?;
@@ -115,15 +129,7 @@ pub fn sparse_attn(
             )));
         }
     }
-    #[cfg(feature = "cuda")]
-    if q.device().is_cuda() {
-        return crate::cuda::sparse_attn(q, scopes, sink, scale);
-    }
-    if q.device().is_cpu() {
-        with_rows(scopes, dim, |rows| check_indices(rows, dim))?;
-    }
-    Ok(q.contiguous()?
-        .apply_op2_no_bwd(sink, &SparseAttn { scopes, scale })?)
+    Ok(dim)
 }
 
 fn shape(reason: String) -> Error {

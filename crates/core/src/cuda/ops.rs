@@ -146,48 +146,6 @@ pub fn scale_bf16(xs: &Tensor, factor: f32) -> Result<Tensor> {
     out.into_tensor(xs.shape())
 }
 
-/// `q: [T, H, D]` bf16 rotated, and `kv: [T, D]` bf16 as [`norm_rope_quant`] makes it with `norm` and
-/// [`RowKind::Fp8`], in one launch.
-///
-/// # Errors
-/// A failed launch; `Ok(None)` for widths that the kernel is not made for.
-pub fn rope_and_row(
-    q: &Tensor,
-    kv: &Tensor,
-    (weight, eps): (&Tensor, f32),
-    (cos, sin): (&Tensor, &Tensor),
-) -> Result<Option<(Tensor, Tensor)>> {
-    const OP: &str = "rope_and_row";
-    let dev = device(q)?;
-    let (t, heads, d) = q.dims3()?;
-    if !matches!(d, 64 | 128 | 256 | 512) || kv.dims() != [t, d] || cos.dims()[0] != t {
-        return Ok(None);
-    }
-    let (q, kv) = (q.contiguous()?, kv.contiguous()?);
-    let q_out = Out::<bf16>::new(dev, q.elem_count())?;
-    let kv_out = Out::<bf16>::new(dev, kv.elem_count())?;
-    let launch = Launch::new(dev, kernels::NORM_ROPE_QUANT, "rope_and_row")
-        .ptr(Held::new(&q, OP).ptr::<bf16>()?)
-        .ptr(Held::new(&kv, OP).ptr::<bf16>()?)
-        .ptr(Held::new(weight, OP).ptr::<bf16>()?)
-        .ptr(Held::new(cos, OP).ptr::<f32>()?)
-        .ptr(Held::new(sin, OP).ptr::<f32>()?)
-        .ptr(q_out.ptr())
-        .ptr(kv_out.ptr())
-        .int(t)
-        .int(heads)
-        .int(d)
-        .int(2 * cos.dim(1)?)
-        .f32(eps);
-    // SAFETY: T * H rows of D and T of them in and out, D weights, T rows of cosines and sines; a warp a row,
-    // four to a block.
-    unsafe { launch.launch(((t * (heads + 1)).div_ceil(4), 1, 1), 128, 0)? };
-    Ok(Some((
-        q_out.into_tensor((t, heads, d))?,
-        kv_out.into_tensor((t, d))?,
-    )))
-}
-
 /// Rows `ids: [T]` u32 of `table: [rows, dim]` bf16 → `[T, copies, dim]` bf16, each row `copies` times.
 ///
 /// An id past the table gives zeros: ids are checked where they come from.
