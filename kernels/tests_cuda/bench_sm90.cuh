@@ -21,6 +21,20 @@ static void bench_many() {
         double us = graph_us([&](int) { launch("quant/act_quant:act_quant_tiled", dim3(M), 256, K * 2, x.p, (int*)nullptr, 1, tiled.p, K, (int64_t)K, (int64_t)M, 0, 1); }, 6, 7);
         row("act_quant_tiled", fmt("M%d K%d", M, K), us, 4.0 * M * K, 0);
     }
+    int G = 8, K = 4096, N = 1024;
+    auto w = rand_u8((size_t)G * N * K, 1), s = rand_u8((size_t)G * N * K / 1024, 2);
+    auto x = rand_bf16((size_t)M * G * K);
+    Dev<bf16> tiled((size_t)M * G * K), y((size_t)M * G * N);
+    auto tile = [&] { launch("quant/act_quant:act_quant_tiled", dim3(M), 256, G * K * 2, x.p, (int*)nullptr, 1, tiled.p, G * K, (int64_t)G * K, (int64_t)M, 0, 0); };
+    tile();
+    CUDA(cudaDeviceSynchronize());
+    row("act_quant_tiled", fmt("wo_a M%d K%d", M, G * K), graph_us([&](int) { tile(); }, 4, 7), 4.0 * M * G * K, 0);
+    double us = graph_us([&](int) {
+        launch("quant/fp8_many_sm90:fp8_many_256", dim3(132), 384, 4 * 256 * 128 + 2 * 256 * 144 + 1024, tiled.p, w.p, s.p, y.p, M, G * N, K, N, (int64_t)M);
+    }, 4, 7);
+    row("fp8_many_256", fmt("wo_a M%d 8 groups 4096->1024", M), us, (double)G * N * K + 2.0 * M * G * (K + N), 2.0 * M * G * N * K);
+    us = graph_us([&](int) { launch("quant/fp8_linear:fp8_linear_m32_t2", dim3(N / 32, M / 32, G), 256, 0, x.p, w.p, s.p, y.p, M, N, K); }, 2, 5);
+    row("fp8_linear_m32_t2", fmt("wo_a M%d 8 groups 4096->1024", M), us, (double)G * N * K + 2.0 * M * G * (K + N), 2.0 * M * G * N * K);
 }
 
 static void bench_experts_many() {

@@ -215,12 +215,30 @@ pub(crate) struct Entering<'a> {
     rows: &'a Tensor,
     /// `[n]` i32, -1 for a row that is not kept.
     slots: &'a Tensor,
+    /// Nobody reads their places.
+    apart: bool,
 }
 
 impl<'a> Entering<'a> {
-    /// `rows` for the places `slots` of `pool`.
-    pub(crate) fn new(pool: &'a mut KvPool, rows: &'a Tensor, slots: &'a Tensor) -> Self {
-        Self { pool, rows, slots }
+    /// `rows` for the places `slots` of `pool`; `apart`: of which none is read before.
+    pub(crate) fn new(
+        pool: &'a mut KvPool,
+        rows: &'a Tensor,
+        slots: &'a Tensor,
+        apart: bool,
+    ) -> Self {
+        Self {
+            pool,
+            rows,
+            slots,
+            apart,
+        }
+    }
+
+    /// Whether they may enter while the others are being read.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn apart(&self) -> bool {
+        self.apart
     }
 
     /// The pool as it is without them.

@@ -20,7 +20,7 @@ use deepseek_v41::{
     hyperconn::{Flow, HyperConn, HyperConnConfig, PreMix, Site},
     model::{ForwardBatch, Limits, ModelState},
     moe::{Moe, MoeConfig, ScoreFunc},
-    quant::{Linear, WeightFormat, act_quant, fake_quant_fp8},
+    quant::{GroupedLinear, Linear, WeightFormat, act_quant, fake_quant_fp8},
     sampling::{Sampler, SamplingParams, TokenHistory},
 };
 
@@ -139,6 +139,22 @@ fn linears(device: &Device, rng: &Random, top: &Ceilings) -> Result<()> {
             };
             row("linear fp8", &format!("M{m} {k}->{n}"), seconds, work, top);
         }
+    }
+    let (g, k, n) = (8, 4096, 1024);
+    let weights = rng.weight("", g * n, k, WeightFormat::Fp8);
+    let layers: Vec<GroupedLinear> = (0..4)
+        .map(|_| GroupedLinear::new(g, k, n, checkpoint(weights.clone(), device)))
+        .collect::<Result<_>>()?;
+    for m in [1, 16, 4096] {
+        let x = noise(device, &[m, g * k])?;
+        let calls = if m > 64 { 10 } else { 200 };
+        let seconds = time(device, calls, |i| layers[i % 4].forward(&x))?;
+        let work = match m {
+            4096 => Work::Flops(2.0 * (m * n * k * g) as f64),
+            _ => Work::Bytes((g * n * k + g * n * k / 1024 + 2 * m * g * (n + k)) as f64),
+        };
+        let shape = format!("M{m} {g} groups of {k}->{n}");
+        row("grouped linear fp8", &shape, seconds, work, top);
     }
     Ok(())
 }

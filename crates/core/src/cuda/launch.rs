@@ -208,7 +208,7 @@ impl<'a> Launch<'a> {
                 available,
             });
         }
-        let kernel = kernel(self.dev, self.module, self.name, shared)?;
+        let kernel = kernel(self.dev, self.module, self.name, shared, self.cluster)?;
         let captured = captured_stream();
         let overlaps = kernel.overlaps && captured.is_some();
         let stream = captured.unwrap_or_else(|| self.dev.cuda_stream());

@@ -29,6 +29,8 @@ pub(super) struct Kernel {
 struct Loaded {
     kernel: Kernel,
     shared: usize,
+    /// It may be launched in clusters of more than [`PORTABLE_CLUSTER`].
+    wide: bool,
     /// Clusters that the device holds at once, by blocks of one, threads and shared memory of a block.
     at_once: HashMap<(usize, usize, usize), usize>,
 }
@@ -41,17 +43,21 @@ const FREE_SHARED: usize = 48 << 10;
 /// Shared memory that a block can have at all.
 const MAX_SHARED: usize = 227 << 10;
 
+/// The largest cluster that a kernel may be launched in without asking.
+const PORTABLE_CLUSTER: usize = 8;
+
 /// The oldest PTX version whose code waits for the kernel ahead; older code leaves that out.
 const WAITS: i32 = 90;
 
-/// The kernel `name` of `module`, allowed `shared` bytes of dynamic shared memory.
+/// The kernel `name` of `module`, allowed `shared` bytes of dynamic shared memory and clusters of `cluster` blocks.
 pub(super) fn kernel(
     dev: &CudaDevice,
     module: Module,
     name: &'static str,
     shared: usize,
+    cluster: usize,
 ) -> Result<Kernel> {
-    with_loaded(dev, module, name, shared, |loaded| {
+    with_loaded(dev, module, name, (shared, cluster), |loaded| {
         Ok(loaded.kernel.clone())
     })
 }
@@ -71,7 +77,7 @@ pub fn clusters_at_once(
     if shared > MAX_SHARED {
         return Ok(0);
     }
-    with_loaded(dev, module, name, shared, |loaded| {
+    with_loaded(dev, module, name, (shared, size), |loaded| {
         let key = (size, block, shared);
         if let Some(n) = loaded.at_once.get(&key) {
             return Ok(*n);
@@ -138,7 +144,7 @@ fn with_loaded<R>(
     dev: &CudaDevice,
     module: Module,
     name: &'static str,
-    shared: usize,
+    (shared, cluster): (usize, usize),
     ask: impl FnOnce(&mut Loaded) -> Result<R>,
 ) -> Result<R> {
     static KERNELS: OnceLock<Mutex<HashMap<KernelKey, Loaded>>> = OnceLock::new();
@@ -161,6 +167,7 @@ fn with_loaded<R>(
             kernels.entry(key).or_insert(Loaded {
                 kernel: Kernel { function, overlaps },
                 shared: FREE_SHARED,
+                wide: false,
                 at_once: HashMap::new(),
             })
         }
@@ -176,6 +183,16 @@ fn with_loaded<R>(
                 Error::device(name, DeviceError::Refused(says))
             })?;
         loaded.shared = shared;
+    }
+    if cluster > PORTABLE_CLUSTER && !loaded.wide {
+        let attribute =
+            sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED;
+        let function = &loaded.kernel.function;
+        function.set_attribute(attribute, 1).map_err(|e| {
+            let says = format!("clusters of {cluster} blocks: {e}");
+            Error::device(name, DeviceError::Refused(says))
+        })?;
+        loaded.wide = true;
     }
     ask(loaded)
 }

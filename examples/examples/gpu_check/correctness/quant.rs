@@ -124,7 +124,14 @@ pub(super) fn quant(gpu: &Device, rng: &Random, r: &mut Report) -> Result<()> {
             |o, d| Linear::new(80, 7, format, checkpoint(weights.clone(), d))?.forward(&o[0]),
         )?;
     }
-    for (g, k, n, m) in [(2, 64, 32, 3), (8, 4096, 1024, 2), (4, 128, 64, 33)] {
+    for (g, k, n, m) in [
+        (2, 64, 32, 3),
+        (8, 4096, 1024, 2),
+        (4, 128, 64, 33),
+        (3, 192, 256, 67),
+        (2, 96, 128, 130),
+        (8, 4096, 1024, 130),
+    ] {
         for format in [WeightFormat::Bf16, WeightFormat::Fp8] {
             let weights = rng.weight("", g * n, k, format);
             let x = rng.bf16(&[m, g * k], 1.0)?;
