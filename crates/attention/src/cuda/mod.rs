@@ -5,6 +5,7 @@
 mod index_topk;
 mod query_heads;
 mod sparse_attn;
+mod sparse_attn_few;
 mod topk_rows;
 
 use candle_core::{CudaStorage, DType, Layout, Tensor, backend::BackendStorage as _};

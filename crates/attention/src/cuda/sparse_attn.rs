@@ -10,11 +10,12 @@ use deepseek_v41_core::{
 };
 use half::bf16;
 
+use super::sparse_attn_few::Few;
 use crate::ops::KvScope;
 use crate::pool::Entering;
 use crate::stored::StoredRows;
 
-const OP: &str = "sparse_attn";
+pub(super) const OP: &str = "sparse_attn";
 /// Most parts that one query's rows are split into.
 const MAX_SPLITS: usize = 64;
 
@@ -50,8 +51,13 @@ pub(crate) fn sparse_attn(
     for (word, scope) in words.iter_mut().zip(scopes) {
         *word = scope_words(scope)?;
     }
-    let cut = Cut::new(dev, (t, h, d), words.iter().map(|scope| scope.n).sum())?;
+    let listed = words.iter().map(|scope| scope.n).sum();
     let Around { turn, entering } = around;
+    let dims = (t, h, d);
+    if let Some(few) = Few::new(dev, dims, &words, turn)? {
+        return few.launch(&q, words, (sink, scale), turn, entering);
+    }
+    let cut = Cut::new(dev, dims, listed)?;
     let within = turn.filter(|table| cut.turns(table));
     let turned = match turn {
         Some(table) if within.is_none() => apply_rope(&q, table, false)?,
@@ -59,7 +65,7 @@ pub(crate) fn sparse_attn(
     };
     let sink = Held::new(sink, OP).ptr::<f32>()?;
     let out = Out::<bf16>::new(dev, q.elem_count())?;
-    let parts = Parts::new(dev, (t, h, d), cut.splits)?;
+    let parts = Parts::new(dev, dims, cut.splits)?;
     cut.launch(&turned, words, (sink, scale), &out, parts.as_ref(), within)?;
     // One part a query: there are so many that launches are little.
     let mut back = turn;
@@ -70,11 +76,16 @@ pub(crate) fn sparse_attn(
         }
         None => entering.map_or(Ok(()), Entering::enter)?,
     }
-    let out = out.into_tensor((t, h, d))?;
+    let out = out.into_tensor(dims)?;
     match back {
         Some(table) => apply_rope(&out, table, true),
         None => Ok(out),
     }
+}
+
+/// Columns that turn.
+pub(super) fn rope_of(table: &RopeTable) -> usize {
+    2 * table.cos.dims().last().map_or(0, |half| *half)
 }
 
 /// How the work is cut into blocks.
@@ -111,7 +122,7 @@ impl Cut {
 
     /// Whether the kernels rotate by this table.
     fn turns(&self, table: &RopeTable) -> bool {
-        let rope = 2 * table.cos.dims().last().map_or(0, |half| *half);
+        let rope = rope_of(table);
         let most = self.hopper.map_or(self.dims.2, |_| 64);
         table.cos.dims().first() == Some(&self.dims.0) && rope.is_multiple_of(8) && rope <= most
     }
@@ -224,16 +235,16 @@ impl Parts {
 }
 
 /// Rows and the pool they enter, as kernels take them.
-struct Write<'a> {
-    rows: Ptr<'a>,
-    slots: Ptr<'a>,
-    pool: Ptr<'a>,
-    scales: Ptr<'a>,
-    kind: RowKind,
+pub(super) struct Write<'a> {
+    pub(super) rows: Ptr<'a>,
+    pub(super) slots: Ptr<'a>,
+    pub(super) pool: Ptr<'a>,
+    pub(super) scales: Ptr<'a>,
+    pub(super) kind: RowKind,
 }
 
 impl<'a> Write<'a> {
-    fn new(entering: &Entering<'a>) -> Result<Self> {
+    pub(super) fn new(entering: &Entering<'a>) -> Result<Self> {
         let (rows, slots) = entering.rows();
         let (pool, scales, kind) = stored_words(entering.stored())?;
         Ok(Self {
@@ -247,7 +258,9 @@ impl<'a> Write<'a> {
 }
 
 /// Cosines, sines and rotated columns as kernels take them.
-fn angles(turn: Option<&RopeTable>) -> Result<(Option<Ptr<'_>>, Option<Ptr<'_>>, usize)> {
+pub(super) fn angles(
+    turn: Option<&RopeTable>,
+) -> Result<(Option<Ptr<'_>>, Option<Ptr<'_>>, usize)> {
     let Some(table) = turn else {
         return Ok((None, None, 0));
     };
