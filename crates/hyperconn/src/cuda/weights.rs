@@ -1,0 +1,71 @@
+//! The weights of the mixes on the device.
+
+use candle_core::{DType, Device, Tensor};
+use deepseek_v41_core::{
+    Error, Result,
+    cpu::WeightRows,
+    cuda::{Held, Launch, Out, kernels, ops::device},
+};
+use half::bf16;
+
+use super::{FUSED_COPIES, FUSED_WIDTH, fuses, step::ONE_LAUNCH};
+use crate::MixWeights;
+
+/// The weights of one site's mixes on the device, f32 each.
+#[derive(Debug, Clone)]
+pub(crate) struct DeviceMix {
+    /// `[(2+C)C, C*dim]`
+    pub(super) func: Tensor,
+    /// `func` as three bf16 pieces that add up to it, laid out for many tokens.
+    pub(super) pieces: Option<Tensor>,
+    /// `[ONE_LAUNCH]` u32, zero between launches.
+    pub(super) counter: Tensor,
+    /// `[3]`
+    pub(super) scale: Tensor,
+    /// `[(2+C)C]`
+    pub(super) base: Tensor,
+}
+
+impl DeviceMix {
+    /// Uploads `weights`; `None` on the CPU.
+    pub(crate) fn new(weights: &MixWeights, device: &Device) -> Result<Option<Self>> {
+        if !device.is_cuda() {
+            return Ok(None);
+        }
+        let shape = [weights.func.rows(), weights.func.cols()];
+        let func = Tensor::from_raw_buffer(weights.func.bytes(), DType::F32, &shape, device)?;
+        let fused = shape[0] == FUSED_WIDTH && fuses(FUSED_COPIES, shape[1] / FUSED_COPIES);
+        Ok(Some(Self {
+            pieces: fused.then(|| split_fn(&func)).transpose()?,
+            counter: Tensor::zeros(ONE_LAUNCH, DType::U32, device)?,
+            func,
+            scale: Tensor::from_slice(&weights.scale, 3, device)?,
+            base: Tensor::from_slice(&weights.base, weights.base.len(), device)?,
+        }))
+    }
+}
+
+/// Values of the pieces of 64 columns.
+pub(super) const PIECES: usize = 4 * 72 * 64;
+
+/// `fn` as three bf16 pieces.
+fn split_fn(func: &Tensor) -> Result<Tensor> {
+    let dev = device(func)?;
+    let dim = func.dim(1)? / FUSED_COPIES;
+    let n = dim.div_ceil(64) * PIECES;
+    let pieces = Out::<bf16>::new(dev, n)?;
+    let launch = Launch::new(dev, kernels::HC_MANY, "hc_split_fn")
+        .ptr(Held::new(func, "hc_split_fn").ptr::<f32>()?)
+        .ptr(pieces.ptr())
+        .int(dim)
+        .long(n);
+    // SAFETY: `fn` is [24, 4 * dim]; a thread a value of the output.
+    unsafe { launch.launch((n.div_ceil(256), 1, 1), 256, 0)? };
+    pieces.into_tensor(n)
+}
+
+pub(super) fn on_device(weights: &MixWeights) -> Result<&DeviceMix> {
+    weights.device.as_ref().ok_or_else(|| Error::Unsupported {
+        what: "hyper-connections loaded on the CPU given a stream on the GPU".into(),
+    })
+}
