@@ -1,20 +1,23 @@
-// argmax: the most likely token of each row of logits.
+// argmax: the most likely token of each row of logits, to which a bias may be added.
 //
-// Maths    the largest logit, the lowest index among equals
-// Layout   logits [R, vocab] f32, out [R] u32: the index; 2^31 + the first index whose logit is NaN or +inf, if there is one;
-//          2^32 - 1 for nothing but -inf. work [R, 2] u64, zero before the first use and left zero
+// Maths    the largest logit + bias, the lowest index among equals
+// Layout   logits [R, vocab] f32, stride elements from row to row, bias [R, vocab] f32 or null, out [R] u32: the index; 2^31 + the first
+//          index whose sum is NaN or +inf, if there is one; 2^32 - 1 for nothing but -inf. work [R, 2] u64, zero before the first
+//          use and left zero
 // Grid     (parts, R), block 256; parts about vocab / 2048. The last block of a row writes its result
-// Numerics comparisons alone; -0 and 0 are equal
+// Numerics one f32 addition with a bias, else comparisons alone; -0 and 0 are equal
 // Checked  tests_cuda/check.cu, gpu_check correctness (room `sampling`)
 #include "../common/sample.cuh"
 
-extern "C" __global__ void __launch_bounds__(256) argmax(const float* logits, uint32_t* out, unsigned long long* work, int vocab) {
+extern "C" __global__ void __launch_bounds__(256) argmax(const float* logits, const float* bias, uint32_t* out, unsigned long long* work, int vocab, int64_t stride) {
     __shared__ uint64_t warp_best[8];
+    after_previous();
     int r = blockIdx.y;
-    const float* row = logits + (int64_t)r * vocab;
+    const float* row = logits + r * stride;
+    if (bias) bias += (int64_t)r * vocab;
     uint64_t mine = 0;
     for (int i = blockIdx.x * 256 + threadIdx.x; i < vocab; i += gridDim.x * 256) {
-        float v = row[i];
+        float v = bias ? row[i] + bias[i] : row[i];
         // What no token may be chosen beside is above everything.
         uint32_t top = v < INFINITY ? ordered(v) : 0xffffffffu;
         uint64_t key = (uint64_t)top << 32 | (0xffffffffu - (uint32_t)i);

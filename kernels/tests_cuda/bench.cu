@@ -254,7 +254,7 @@ static void bench_small() {
     Dev<uint32_t> tok(1);
     Dev<uint64_t> work(2);
     work.zero();
-    row("argmax", "129280", graph_us([&](int) { launch("core/argmax", dim3(63, 1), 256, 0, logits.p, tok.p, work.p, 129280); }), 129280 * 4.0, 0);
+    row("argmax", "129280", graph_us([&](int) { launch("core/argmax", dim3(63, 1), 256, 0, logits.p, (float*)nullptr, tok.p, work.p, 129280, (int64_t)129280); }), 129280 * 4.0, 0);
 }
 
 #include "bench_sm90.cuh"

@@ -232,20 +232,30 @@ static void check_engram() {
 }
 
 static void check_argmax() {
-    for (int vocab : {5, 320, 129280}) {
-        std::vector<float> l(5 * vocab);
-        for (auto& v : l) v = roundf(normal() * 8);  // ties at the top
-        l[3 * vocab + 2] = NAN;
-        for (int i = 0; i < vocab; ++i) l[4 * vocab + i] = -INFINITY;
-        Dev<float> dl(l);
-        Dev<uint32_t> out(5);
-        Dev<uint64_t> work(10);
-        work.zero();
-        for (int again = 0; again < 2; ++again) launch("core/argmax", dim3(std::min(64, std::max(1, vocab / 2048)), 5), 256, 0, dl.p, out.p, work.p, vocab);
-        std::vector<uint32_t> want;
-        for (int r = 0; r < 3; ++r) want.push_back(std::max_element(&l[r * vocab], &l[(r + 1) * vocab]) - &l[r * vocab]);
-        want.push_back(0x80000002u);
-        want.push_back(0xffffffffu);
-        same("argmax", fmt("vocab %d, ties, a NaN, only -inf", vocab), out.get(), want);
-    }
+    for (int vocab : {5, 320, 129280})
+        for (bool biased : {false, true}) {
+            // Rows further apart than they are long.
+            int stride = vocab + (biased ? 3 : 0);
+            std::vector<float> l(5 * stride), b(5 * vocab);
+            for (auto& v : l) v = roundf(normal() * 8);  // ties at the top
+            for (auto& v : b) v = roundf(normal() * 4);
+            l[3 * stride + 2] = NAN;
+            for (int i = 0; i < vocab; ++i) l[4 * stride + i] = -INFINITY;
+            Dev<float> dl(l), db(b);
+            Dev<uint32_t> out(5);
+            Dev<uint64_t> work(10);
+            work.zero();
+            dim3 grid(std::min(64, std::max(1, vocab / 2048)), 5);
+            for (int again = 0; again < 2; ++again)
+                launch("core/argmax", grid, 256, 0, dl.p, biased ? db.p : (float*)nullptr, out.p, work.p, vocab, (int64_t)stride);
+            std::vector<uint32_t> want;
+            for (int r = 0; r < 3; ++r) {
+                std::vector<float> row(&l[r * stride], &l[r * stride] + vocab);
+                for (int i = 0; biased && i < vocab; ++i) row[i] += b[r * vocab + i];
+                want.push_back(std::max_element(row.begin(), row.end()) - row.begin());
+            }
+            want.push_back(0x80000002u);
+            want.push_back(0xffffffffu);
+            same("argmax", fmt("vocab %d, ties, a NaN, only -inf%s", vocab, biased ? ", a bias" : ""), out.get(), want);
+        }
 }

@@ -1,6 +1,6 @@
 //! The most likely token of each row of logits, or why there is none.
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 
 use crate::{Error, Result, upload};
 
@@ -45,17 +45,67 @@ impl Best {
 /// # Errors
 /// Another dtype or rank; a vocabulary that codes cannot count.
 pub fn argmax(logits: &Tensor) -> Result<Tensor> {
+    let work = ArgmaxWork::new(logits.dims().first().copied().unwrap_or(0), logits.device())?;
+    largest_of(logits, None, &work)
+}
+
+/// The largest of each row of `logits + bias`, `[R, vocab]` f32 each → as [`argmax`].
+///
+/// # Errors
+/// As [`argmax`], and operands or a `work` of different rows.
+pub fn argmax_sum(logits: &Tensor, bias: &Tensor, work: &ArgmaxWork) -> Result<Tensor> {
+    if bias.dims() != logits.dims() || bias.dtype() != DType::F32 {
+        return Err(Error::shape(
+            "argmax",
+            format!("a bias {:?} {:?}", bias.shape(), bias.dtype()),
+        ));
+    }
+    largest_of(logits, Some(bias), work)
+}
+
+/// What [`argmax_sum`] works with on a GPU, for as many calls as need be.
+#[derive(Debug)]
+pub struct ArgmaxWork {
+    rows: usize,
+    /// `[R, 2]` i64, zero between calls; `None` on the CPU.
+    #[cfg(feature = "cuda")]
+    on_gpu: Option<Tensor>,
+}
+
+impl ArgmaxWork {
+    /// For so many rows on `device`.
+    ///
+    /// # Errors
+    /// [`Error::Device`]: the memory is full.
+    pub fn new(rows: usize, device: &Device) -> Result<Self> {
+        #[cfg(not(feature = "cuda"))]
+        let _ = device;
+        Ok(Self {
+            #[cfg(feature = "cuda")]
+            on_gpu: device
+                .is_cuda()
+                .then(|| Tensor::zeros((rows.max(1), 2), DType::I64, device))
+                .transpose()?,
+            rows,
+        })
+    }
+}
+
+fn largest_of(logits: &Tensor, bias: Option<&Tensor>, work: &ArgmaxWork) -> Result<Tensor> {
     let fits = match *logits.dims() {
-        [_, vocab] => logits.dtype() == DType::F32 && vocab < (NO_TOKEN - 1) as usize,
+        [rows, vocab] => {
+            logits.dtype() == DType::F32 && vocab < (NO_TOKEN - 1) as usize && rows == work.rows
+        }
         _ => false,
     };
     if !fits {
         return Err(Error::shape(
             "argmax",
             format!(
-                "expected [R, vocab] f32, found {:?} {:?}",
+                "expected [R, vocab] f32, found {:?} {:?} for {} rows",
                 logits.shape(),
-                logits.dtype()
+                logits.dtype(),
+                work.rows
             ),
         ));
     }
@@ -64,10 +114,14 @@ pub fn argmax(logits: &Tensor) -> Result<Tensor> {
         return upload(vec![Best::Impossible.code(); rows], rows, logits.device());
     }
     #[cfg(feature = "cuda")]
-    if logits.device().is_cuda() {
-        return crate::cuda::ops::argmax(logits);
+    if let Some(work) = &work.on_gpu {
+        return crate::cuda::ops::argmax(logits, bias, work);
     }
-    let values = logits.flatten_all()?.to_vec1::<f32>()?;
+    let values = match bias {
+        Some(bias) => (logits + bias)?,
+        None => logits.clone(),
+    };
+    let values = values.flatten_all()?.to_vec1::<f32>()?;
     let codes = values.chunks_exact(vocab).map(|row| best(row).code());
     upload(codes.collect(), rows, logits.device())
 }
@@ -123,7 +177,6 @@ pub fn argmax_ref(row: &[f32]) -> Best {
 
 #[cfg(test)]
 mod tests {
-    use candle_core::Device;
     use proptest::prelude::*;
 
     use super::*;
@@ -165,6 +218,35 @@ mod tests {
         }
         let logits = Tensor::zeros((1, 2), DType::BF16, &Device::Cpu).expect("a tensor");
         assert!(argmax(&logits).is_err());
+        let zeros = |shape| Tensor::zeros(shape, DType::F32, &Device::Cpu).expect("a tensor");
+        let work = ArgmaxWork::new(2, &Device::Cpu).expect("work");
+        assert!(argmax_sum(&zeros((2, 3)), &zeros((2, 3)), &work).is_ok());
+        for (logits, bias) in [((2, 3), (2, 4)), ((3, 3), (3, 3)), ((1, 3), (1, 3))] {
+            assert!(argmax_sum(&zeros(logits), &zeros(bias), &work).is_err());
+        }
+    }
+
+    #[test]
+    fn a_bias_is_added_before_the_choice() {
+        // One position of blocks of two: rows further apart than they are long.
+        let all = [
+            [[0.0f32, 1.0, 2.0], [3.0, 1.0, 2.5]],
+            [[9.0; 3], [f32::NEG_INFINITY, 0.0, -1.0]],
+        ];
+        let all = Tensor::new(&all, &Device::Cpu).expect("a tensor");
+        let logits = all
+            .narrow(1, 1, 1)
+            .and_then(|t| t.squeeze(1))
+            .expect("a view");
+        let bias = [[-1.0f32, 0.0, 0.0], [f32::INFINITY, 0.5, f32::NAN]];
+        let bias = Tensor::new(&bias, &Device::Cpu).expect("a tensor");
+        let work = ArgmaxWork::new(2, &Device::Cpu).expect("work");
+        for _ in 0..2 {
+            let codes = argmax_sum(&logits, &bias, &work).expect("rows");
+            let codes = codes.to_vec1::<u32>().expect("codes");
+            let chosen: Vec<_> = codes.into_iter().map(Best::of).collect();
+            assert_eq!(chosen, [Best::Token(2), Best::Unusable(0)]);
+        }
     }
 
     proptest! {

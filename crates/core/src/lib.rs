@@ -14,7 +14,7 @@ mod norm;
 mod rope;
 pub mod weights;
 
-pub use argmax::{Best, argmax, argmax_ref, best};
+pub use argmax::{ArgmaxWork, Best, argmax, argmax_ref, argmax_sum, best};
 pub use comm::{Comm, LocalComm, ThreadComm};
 pub use device::{open_device, upload};
 pub use device_error::DeviceError;

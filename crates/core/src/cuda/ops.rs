@@ -173,26 +173,35 @@ pub fn embedding(ids: &Tensor, table: &Tensor, copies: usize) -> Result<Tensor> 
     out.into_tensor((t, copies, dim))
 }
 
-/// `logits: [R, vocab]` f32, neither 0 → [`argmax`](crate::argmax()) of each row.
+/// `logits: [R, vocab]` f32, neither 0, rows of any distance → [`argmax`](crate::argmax()) of each row, after
+/// `bias: [R, vocab]` f32 was added. `work: [R, 2]` i64 is zero, and left so.
 ///
 /// # Errors
 /// More rows than a grid has, or a failed launch.
-pub fn argmax(logits: &Tensor) -> Result<Tensor> {
+pub fn argmax(logits: &Tensor, bias: Option<&Tensor>, work: &Tensor) -> Result<Tensor> {
     const OP: &str = "argmax";
     let dev = device(logits)?;
     let (rows, vocab) = logits.dims2()?;
-    let logits = logits.contiguous()?;
+    let logits = match logits.stride() {
+        [_, 1] => logits.clone(),
+        _ => logits.contiguous()?,
+    };
+    let bias = bias.map(Tensor::contiguous).transpose()?;
     let out = Out::<u32>::new(dev, rows)?;
-    let work = Out::<i64>::zeros(dev, 2 * rows)?;
-    let l = Held::new(&logits, OP);
     let launch = Launch::new(dev, kernels::ARGMAX, "argmax")
-        .ptr(l.ptr::<f32>()?)
+        .ptr(Held::new(&logits, OP).start::<f32>()?)
+        .maybe(
+            bias.as_ref()
+                .map(|bias| Held::new(bias, OP).ptr::<f32>())
+                .transpose()?,
+        )
         .ptr(out.ptr())
-        .ptr(work.ptr())
-        .int(vocab);
+        .ptr(Held::new(work, OP).ptr::<i64>()?)
+        .int(vocab)
+        .long(logits.stride()[0]);
     let parts = (vocab / 2048).clamp(1, 64);
-    // SAFETY: R rows of the vocabulary in, R codes out, two zeroed words a row; the last block of a row
-    // writes its code.
+    // SAFETY: R rows of the vocabulary in, of each operand, R codes out, two zeroed words a row; the last block of
+    // a row writes its code.
     unsafe { launch.launch((parts, rows, 1), 256, 0)? };
     out.into_tensor(rows)
 }
