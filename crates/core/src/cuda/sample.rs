@@ -58,36 +58,44 @@ impl DrawRow {
 /// A drawn row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Drawn {
-    /// The token; `None` where the host has to choose: logits from which nothing can be, or too many near
-    /// equals at a limit.
+    /// The token; `None` where the host has to choose: logits from which nothing can be, too many near equals
+    /// at a limit, or a vocabulary that is too large.
     pub token: Option<u32>,
     /// Numbers of the generator that were used.
     pub numbers: u64,
 }
 
-/// `logits: [R, vocab]` f32, `codes: [R]` u32 as [`argmax`](crate::argmax()) gives them, on one GPU.
+impl Drawn {
+    /// What was not drawn.
+    const LEFT: Self = Self {
+        token: None,
+        numbers: 0,
+    };
+}
+
+/// `logits: [R, vocab]` f32, `codes: [R]` u32 as [`argmax`](crate::argmax()) gives them, on one GPU. Of a
+/// vocabulary past 2^19 nothing is drawn: the host has to choose.
 ///
 /// # Errors
-/// Shapes that do not fit, a vocabulary past 2^19, or a failed launch.
+/// Shapes that do not fit, or a failed launch.
 pub fn sample(logits: &Tensor, codes: &Tensor, rows: &[DrawRow]) -> Result<Vec<Drawn>> {
     const OP: &str = "sample";
     let dev = device(logits)?;
     let (n, vocab) = logits.dims2()?;
     let dtypes = (logits.dtype(), codes.dtype()) == (DType::F32, DType::U32);
-    if !dtypes || codes.dims() != [n] || rows.len() != n || vocab > PART * THREADS {
+    if !dtypes || codes.dims() != [n] || rows.len() != n {
         return Err(Error::shape(
             OP,
             format!(
-                "expected [{n}, up to {}] f32, [{n}] u32 and {n} rows, found {:?}, {:?} and {}",
-                PART * THREADS,
+                "expected [{n}, vocab] f32, [{n}] u32 and {n} rows, found {:?}, {:?} and {}",
                 logits.shape(),
                 codes.shape(),
                 rows.len()
             ),
         ));
     }
-    if n == 0 {
-        return Ok(Vec::new());
+    if n == 0 || vocab > PART * THREADS {
+        return Ok(vec![Drawn::LEFT; n]);
     }
     let (logits, codes) = (logits.contiguous()?, codes.contiguous()?);
     let words: Vec<u32> = rows.iter().flat_map(DrawRow::words).collect();

@@ -3,7 +3,7 @@
 use super::*;
 use deepseek_v41::{
     core::{
-        argmax, argmax_ref,
+        ArgmaxWork, argmax, argmax_ref, argmax_sum,
         cuda::sample::{DrawRow, sample},
     },
     engram::pcg64::Pcg64,
@@ -40,6 +40,17 @@ pub(super) fn sampling(gpu: &Device, rng: &Random, r: &mut Report) -> Result<()>
                 Ok(Tensor::from_vec(codes.collect::<Vec<_>>(), rows.len(), d)?)
             }
             _ => argmax(&o[0]),
+        })?;
+        // Rows further apart than they are long, and a bias.
+        let bias = rng.f32s(rows * vocab, 2.0).into_iter().map(f32::round);
+        let bias = Tensor::from_vec(bias.collect::<Vec<_>>(), (rows, vocab), &Device::Cpu)?;
+        let blocks = Tensor::stack(&[&bias, &logits], 1)?;
+        let operands = [&blocks, &bias];
+        r.both("argmax of sums", &shape, gpu, 0.0, &operands, |o, d| {
+            let work = ArgmaxWork::new(rows, d)?;
+            let logits = o[0].narrow(1, 1, 1)?.squeeze(1)?;
+            argmax_sum(&logits, &o[1], &work)?;
+            argmax_sum(&logits, &o[1], &work)
         })?;
     }
     draws(gpu, rng, r)
@@ -98,6 +109,19 @@ fn draws(gpu: &Device, rng: &Random, r: &mut Report) -> Result<()> {
             &format!("{values:?}"),
             f64::from(u8::from(!refused)),
             0.0,
+        );
+    }
+    // Vocabularies that the kernels do not serve are the host's.
+    for (vocab, left) in [(1 << 19, false), ((1 << 19) + 1, true)] {
+        let logits = Tensor::from_vec(rng.f32s(2 * vocab, 3.0), (2, vocab), gpu)?;
+        let drawn = sample(&logits, &argmax(&logits)?, &[draw, draw])?;
+        let holds = drawn
+            .iter()
+            .all(|d| d.token.is_none() == left && (d.numbers == 0) == left);
+        r.holds(
+            "sample, left to the host",
+            &format!("{vocab}, {left}"),
+            holds,
         );
     }
     Ok(())
