@@ -9,7 +9,10 @@ use crate::attention::check_input;
 use crate::cache::WindowCache;
 use crate::config::{AttentionConfig, LayerRole};
 use crate::ops::KvScope;
-use crate::plan::{ChunkSpec, RaggedRows, i32_tensor, push_ring_slots, window_positions};
+use crate::plan::{
+    ChunkSpec, REPEATED_TOKENS, RaggedRows, i32_tensor, indices_on, push_ring_slots,
+    window_positions,
+};
 use crate::projections::Projections;
 use crate::slots::CacheGeometry;
 
@@ -26,9 +29,10 @@ pub struct DraftChunk {
 /// Every index of one draft step: `M` committed tokens, `Q = blocks * block_size` block positions.
 #[derive(Debug, Clone)]
 pub struct DraftPlan {
-    /// Position of each committed token, `[M]`.
+    /// Position of each committed token, `[M]`; 0 for those that only fill up.
     pub main_positions: Vec<u32>,
-    /// `[M]` i32 ring row of each committed token, `-1` for tokens a long prompt itself pushes out.
+    /// `[M]` i32 ring row of each committed token, `-1` for tokens a long prompt itself pushes out and for
+    /// those that only fill up.
     pub main_slots: Tensor,
     /// Position of each row of the blocks, `[Q]`.
     pub block_positions: Vec<u32>,
@@ -50,6 +54,26 @@ impl DraftPlan {
         block_size: usize,
         geometry: &CacheGeometry,
         device: &Device,
+    ) -> Result<Self> {
+        let plan = Self::on_host(chunks, block_size, geometry, !device.is_cpu())?;
+        match device.is_cpu() {
+            true => Ok(plan),
+            false => plan.map(&mut |tensor| indices_on(tensor, device)),
+        }
+    }
+
+    /// The plan with its tensors on the CPU. `for_kernels`: as a GPU's kernels take it, to be moved there by
+    /// [`DraftPlan::map`]. Small steps are then laid out alike, so that the same launches serve whatever position and
+    /// however many drafts stood: committed tokens fill up to as many as a round commits if all stand, and lists
+    /// of ring rows are as wide as the window. What is added lists nothing and is written nowhere.
+    ///
+    /// # Errors
+    /// As [`DraftPlan::new`].
+    pub fn on_host(
+        chunks: &[DraftChunk],
+        block_size: usize,
+        geometry: &CacheGeometry,
+        for_kernels: bool,
     ) -> Result<Self> {
         let committed: Vec<ChunkSpec> = chunks.iter().map(|chunk| chunk.committed).collect();
         crate::plan::check_chunks(&committed, geometry)?;
@@ -83,12 +107,38 @@ impl DraftPlan {
                 block.push(first..first + size, |row| Ok(row as i32))?;
             }
         }
+        let mut main_positions: Vec<u32> =
+            committed.iter().flat_map(ChunkSpec::positions).collect();
+        let mut width = 0;
+        let filled = main_positions.len().max(chunks.len() * (block_size + 1));
+        if for_kernels && filled.max(block_positions.len()) <= REPEATED_TOKENS {
+            width = geometry.window;
+            if !main_positions.is_empty() {
+                main_positions.resize(filled, 0);
+                main_slots.resize(filled, -1);
+            }
+        }
+        let cpu = &Device::Cpu;
         Ok(Self {
-            main_positions: committed.iter().flat_map(ChunkSpec::positions).collect(),
-            main_slots: i32_tensor(main_slots, device)?,
+            main_positions,
+            main_slots: i32_tensor(main_slots, cpu)?,
             block_positions,
-            ring_idxs: ring.into_tensor(device)?,
-            block_idxs: block.into_tensor(device)?,
+            ring_idxs: ring.at_least(width, cpu)?,
+            block_idxs: block.into_tensor(cpu)?,
+        })
+    }
+
+    /// The plan with each of its tensors replaced by what `f` makes of it, always in the same order.
+    ///
+    /// # Errors
+    /// Those of `f`.
+    pub fn map(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor>) -> Result<Self> {
+        Ok(Self {
+            main_positions: self.main_positions.clone(),
+            main_slots: f(&self.main_slots)?,
+            block_positions: self.block_positions.clone(),
+            ring_idxs: f(&self.ring_idxs)?,
+            block_idxs: f(&self.block_idxs)?,
         })
     }
 }
@@ -111,6 +161,17 @@ impl DraftRopes {
         Ok(Self {
             main: rope.table(&plan.main_positions, device)?,
             block: rope.table(&plan.block_positions, device)?,
+        })
+    }
+
+    /// The tables with each of their tensors replaced by what `f` makes of it, always in the same order.
+    ///
+    /// # Errors
+    /// Those of `f`.
+    pub fn map(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor>) -> Result<Self> {
+        Ok(Self {
+            main: self.main.map(f)?,
+            block: self.block.map(f)?,
         })
     }
 }
@@ -145,7 +206,8 @@ impl DSparkAttention {
         })
     }
 
-    /// Puts the committed tokens' rows, made from `main_x: [M, dim]` bf16, into the rings.
+    /// Puts the committed tokens' rows, made from `main_x: [M, dim]` bf16, into the rings; of rows that only
+    /// fill up any values will do.
     ///
     /// # Errors
     /// Shapes or a plan that do not fit.
@@ -200,8 +262,8 @@ impl DSparkAttention {
         ropes: &DraftRopes,
     ) -> Result<(Tensor, Tensor)> {
         let table = ropes.block.narrow(rows)?;
-        let (_, q) = self.core.queries(xs)?;
-        Ok((q, self.core.kv_rows(xs, &table)?))
+        let ((_, q), kv) = self.core.queries_and_kv(xs, &table)?;
+        Ok((q, kv))
     }
 
     /// The second half for the same rows, with their queries and the `kv` of all rows end to end.

@@ -142,7 +142,7 @@ pub struct AttnPlan {
 }
 
 /// Tokens up to which steps of a GPU are laid out alike whatever their positions.
-const REPEATED_TOKENS: usize = 16;
+pub(crate) const REPEATED_TOKENS: usize = 16;
 /// Fewest columns of such a step's indexing passes.
 const REPEATED_COLUMNS: u32 = 64;
 
@@ -161,10 +161,7 @@ impl AttnPlan {
         let plan = Self::on_host(chunks, geometry, ratios, !device.is_cpu())?;
         match device.is_cpu() {
             true => Ok(plan),
-            false => plan.map(&mut |tensor| match tensor.elem_count() {
-                0 => upload(Vec::<i32>::new(), tensor.shape().clone(), device),
-                _ => Ok(tensor.to_device(device)?),
-            }),
+            false => plan.map(&mut |tensor| indices_on(tensor, device)),
         }
     }
 
@@ -242,6 +239,14 @@ impl AttnPlan {
             .ok_or(Error::MissingSource {
                 what: "the step's plan for this compression ratio",
             })
+    }
+}
+
+/// i32 indices on `device`.
+pub(crate) fn indices_on(tensor: &Tensor, device: &Device) -> Result<Tensor> {
+    match tensor.elem_count() {
+        0 => upload(Vec::<i32>::new(), tensor.shape().clone(), device),
+        _ => Ok(tensor.to_device(device)?),
     }
 }
 

@@ -93,15 +93,9 @@ impl RopeTables {
     /// # Errors
     /// Those of `f`.
     pub fn map(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor>) -> Result<Self> {
-        let mut table = |table: &RopeTable| -> Result<_> {
-            Ok(RopeTable {
-                cos: f(&table.cos)?,
-                sin: f(&table.sin)?,
-            })
-        };
-        let (window, compressed) = (table(&self.window)?, table(&self.compressed)?);
+        let (window, compressed) = (self.window.map(f)?, self.compressed.map(f)?);
         let groups = self.groups.iter();
-        let groups = groups.map(|(ratio, own)| Ok((*ratio, table(own)?)));
+        let groups = groups.map(|(ratio, own)| Ok((*ratio, own.map(f)?)));
         Ok(Self {
             window,
             compressed,

@@ -61,14 +61,18 @@ impl Rig {
 
     fn step(&mut self, chunks: &[DraftChunk], main_x: &Tensor, xs: &Tensor) -> Vec<bf16> {
         let plan = DraftPlan::new(chunks, BLOCK, &self.geometry, &CPU).unwrap();
-        let ropes = DraftRopes::new(&plan, &self.rope, &CPU).unwrap();
+        self.planned(&plan, main_x, xs)
+    }
+
+    fn planned(&mut self, plan: &DraftPlan, main_x: &Tensor, xs: &Tensor) -> Vec<bf16> {
+        let ropes = DraftRopes::new(plan, &self.rope, &CPU).unwrap();
         self.attention
-            .commit(main_x, &plan, &ropes, &mut self.cache)
+            .commit(main_x, plan, &ropes, &mut self.cache)
             .unwrap();
         bits(
             &self
                 .attention
-                .forward(xs, &plan, &ropes, &self.cache)
+                .forward(xs, plan, &ropes, &self.cache)
                 .unwrap(),
         )
     }
@@ -237,6 +241,64 @@ proptest! {
             .collect();
         assert_bits_eq(&got, &want);
     }
+}
+
+/// Shapes of a plan's tensors, on which a GPU's launches depend.
+fn shapes(plan: &DraftPlan) -> Vec<Vec<usize>> {
+    let mut all = Vec::new();
+    plan.map(&mut |tensor| {
+        all.push(tensor.dims().to_vec());
+        Ok(tensor.clone())
+    })
+    .unwrap();
+    all
+}
+
+#[test]
+fn small_steps_for_kernels_are_laid_out_alike_and_give_the_same() {
+    let g = geometry(7, 6, 64, 4);
+    for sequences in 1..=3u32 {
+        let mut first = None;
+        for (start, len) in [(1, 1), (2, 5), (5, 2), (6, 1), (20, 3), (31, 5)] {
+            let (mut own, mut for_kernels) = (Rig::new(g, 6), Rig::new(g, 6));
+            for rig in [&mut own, &mut for_kernels] {
+                for slot in 0..sequences {
+                    rig.seed(chunk(slot, 0, start), &input(start as usize, 64, 7));
+                }
+            }
+            // Not all of them got as far.
+            let committed = |slot| len - u32::from(slot == 1 && len > 1);
+            let chunks: Vec<_> = (0..sequences)
+                .map(|slot| drafted(slot, start, committed(slot)))
+                .collect();
+            let rows: u32 = (0..sequences).map(committed).sum();
+            let main_x = input(rows as usize, 64, 8);
+            let xs = input(BLOCK * sequences as usize, 64, 9);
+            let want = own.step(&chunks, &main_x, &xs);
+
+            let plan = DraftPlan::on_host(&chunks, BLOCK, &g, true).unwrap();
+            let filled = sequences as usize * (BLOCK + 1);
+            assert_eq!(plan.main_positions.len(), filled);
+            // Nobody may read what fills up.
+            let nan = vec![bf16::NAN; (filled - rows as usize) * 64];
+            let nan = Tensor::from_vec(nan, (filled - rows as usize, 64), &CPU).unwrap();
+            let main_x = Tensor::cat(&[&main_x, &nan], 0).unwrap();
+            assert_bits_eq(&for_kernels.planned(&plan, &main_x, &xs), &want);
+            assert_bits_eq(&kept(for_kernels.cache.kv()), &kept(own.cache.kv()));
+            assert_eq!(first.get_or_insert_with(|| shapes(&plan)), &shapes(&plan));
+        }
+    }
+    // Larger ones are what they are: so many sequences, so long a prompt.
+    let many: Vec<_> = (0..4).map(|slot| drafted(slot, 0, 1)).collect();
+    for chunks in [&many[..], &[drafted(0, 0, 17)]] {
+        let plan = DraftPlan::on_host(chunks, BLOCK, &g, true).unwrap();
+        let own = DraftPlan::new(chunks, BLOCK, &g, &CPU).unwrap();
+        assert_eq!(shapes(&plan), shapes(&own));
+        assert_eq!(plan.main_positions, own.main_positions);
+    }
+    // Without a committed token there is nothing to fill up to.
+    let plan = DraftPlan::on_host(&[drafted(0, 9, 0)], BLOCK, &g, true).unwrap();
+    assert!(plan.main_positions.is_empty());
 }
 
 #[test]

@@ -40,6 +40,17 @@ pub struct RopeTable {
 }
 
 impl RopeTable {
+    /// The table with both tensors replaced by what `f` makes of them.
+    ///
+    /// # Errors
+    /// Those of `f`.
+    pub fn map(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor>) -> Result<Self> {
+        Ok(Self {
+            cos: f(&self.cos)?,
+            sin: f(&self.sin)?,
+        })
+    }
+
     /// The rotations of some of the tokens; shares their memory.
     ///
     /// # Errors

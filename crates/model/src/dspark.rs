@@ -1,18 +1,20 @@
 //! DSpark: draft heads that propose a block of tokens from the backbone's hidden states.
 
 mod choose;
+mod inputs;
 
 use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
-use deepseek_v41_attention::{
-    ChunkSpec, DSparkAttention, DraftChunk, DraftPlan, DraftRopes, LayerRole,
-};
+use deepseek_v41_attention::{DSparkAttention, LayerRole, WindowCache};
 use deepseek_v41_core::{Comm, Error, LocalComm, Result, RmsNorm, Rope, VarBuilder, best};
 use deepseek_v41_hyperconn::{Flow, HyperConn, PreMix, Site, hc_expand, hc_pre};
 use deepseek_v41_quant::{Linear, WeightFormat};
 
 pub use self::choose::most_likely;
+pub(crate) use self::inputs::DraftInputs;
+#[cfg(feature = "cuda")]
+use crate::replay::HostInputs;
 use crate::{
     Config, ModelState, Probe, SequenceId, Transformer, block::FeedForward, embed::Embedding,
     probe::NoProbe, transformer::pooled, wave,
@@ -21,8 +23,8 @@ use crate::{
 /// The draft head (`mtp.*`): some layers of its own on the backbone's embedding and output head.
 #[derive(Debug)]
 pub struct DSpark {
-    cfg: Config,
-    device: Device,
+    pub(crate) cfg: Config,
+    pub(crate) device: Device,
     main_proj: Linear,
     main_norm: RmsNorm,
     pub(crate) stages: Vec<Stage>,
@@ -33,15 +35,29 @@ pub struct DSpark {
     embed: Embedding,
     head: Linear,
     rope: Rope,
-    ranks: usize,
+    pub(crate) ranks: usize,
+    /// Whom captured draft steps belong to.
+    #[cfg(feature = "cuda")]
+    pub(crate) identity: Arc<()>,
 }
 
-/// The blocks after the last stage.
-struct Hidden {
-    /// `[blocks * block_size, dim]`, collapsed but not normed.
-    xs: Tensor,
-    /// `[blocks * block_size, vocab_size]` f32, without the bias of the token before.
-    logits: Tensor,
+/// What a pass over the blocks ends with.
+#[derive(Debug, Clone)]
+pub(crate) enum Blocks {
+    /// Something to choose from.
+    Hidden {
+        /// `[blocks * block_size, dim]`, collapsed but not normed.
+        xs: Tensor,
+        /// `[blocks * block_size, vocab_size]` f32, without the bias of the token before.
+        logits: Tensor,
+    },
+    /// The most likely tokens, on a GPU.
+    Chosen {
+        /// `[blocks, block_size]` u32, as [`argmax`](deepseek_v41_core::argmax) gives them.
+        codes: Tensor,
+        /// `[blocks * block_size]` f32.
+        confidence: Tensor,
+    },
 }
 
 #[derive(Debug)]
@@ -133,6 +149,8 @@ impl DSpark {
             rope: Rope::new(&cfg.window_rope())?,
             device: transformer.device().clone(),
             ranks: comm.world_size(),
+            #[cfg(feature = "cuda")]
+            identity: Arc::default(),
             cfg: cfg.clone(),
         })
     }
@@ -164,10 +182,10 @@ impl DSpark {
         state: &mut ModelState,
         choose: &mut ChooseToken<'_>,
     ) -> Result<Vec<Option<Draft>>> {
-        let hidden = pooled(&self.device, self.ranks, || {
-            self.hidden(requests, target_hidden, state, None)
+        let blocks = pooled(&self.device, self.ranks, || {
+            self.pass(requests, target_hidden, state, false, None)
         })?;
-        self.tokens(requests, hidden, choose)
+        self.drafts(requests, blocks, choose)
     }
 
     /// [`DSpark::draft`] with the most likely token at every position, the lowest among equals.
@@ -183,12 +201,12 @@ impl DSpark {
         target_hidden: &Tensor,
         state: &mut ModelState,
     ) -> Result<Vec<Option<Draft>>> {
-        if self.markov_embed.is_on_device() {
-            let hidden = self.hidden(requests, target_hidden, state, None)?;
-            return self.best_tokens(requests, hidden);
-        }
+        let best_there = self.markov_embed.is_on_device();
+        let blocks = pooled(&self.device, self.ranks, || {
+            self.pass(requests, target_hidden, state, best_there, None)
+        })?;
         let mut choose = |_: usize, _: usize, logits: &[f32]| most_likely(best(logits));
-        self.draft(requests, target_hidden, state, &mut choose)
+        self.drafts(requests, blocks, &mut choose)
     }
 
     /// [`DSpark::draft`] under observation; draft layers follow the backbone's in number.
@@ -203,98 +221,111 @@ impl DSpark {
         choose: &mut ChooseToken<'_>,
         probe: &mut dyn Probe,
     ) -> Result<Vec<Option<Draft>>> {
-        let hidden = self.hidden(requests, target_hidden, state, Some(probe))?;
-        self.tokens(requests, hidden, choose)
+        let blocks = self.pass(requests, target_hidden, state, false, Some(probe))?;
+        self.drafts(requests, blocks, choose)
     }
 
-    /// Everything before the first choice; `None` when there are no blocks to choose for.
-    fn hidden(
+    /// Everything before the first choice or, with `choose`, before a word to the host; `None` when there
+    /// are no blocks to choose for.
+    fn pass(
         &self,
         requests: &[DraftRequest],
         target_hidden: &Tensor,
         state: &mut ModelState,
+        choose: bool,
         probe: Option<&mut dyn Probe>,
-    ) -> Result<Option<Hidden>> {
-        let plan = self.plan(requests, target_hidden, state)?;
-        let ropes = DraftRopes::new(&plan, &self.rope, &self.device)?;
-        if !plan.main_positions.is_empty() {
-            let main_x = self
-                .main_norm
-                .forward(&self.main_proj.forward(target_hidden)?)?;
-            for (stage, cache) in self.stages.iter().zip(&mut state.draft) {
-                stage.attn.commit(&main_x, &plan, &ropes, cache)?;
+    ) -> Result<Option<Blocks>> {
+        let inputs = self.inputs(requests, target_hidden, state)?;
+        #[cfg(feature = "cuda")]
+        if let Device::Cuda(dev) = &self.device {
+            if probe.is_none()
+                && let Some(blocks) = self.replay(dev, &inputs, target_hidden, state, choose)?
+            {
+                shown(requests, state)?;
+                return Ok(Some(blocks));
             }
+            let (inputs, _) = inputs.staged(dev)?;
+            return self.compute(requests, &inputs, target_hidden, state, choose, probe);
         }
-        for request in requests {
-            let sequence = state.sequence_mut(request.seq)?;
-            sequence.drafted = sequence.ids.len();
-        }
-        if plan.block_positions.is_empty() {
-            return Ok(None);
-        }
-        let xs = self.blocks(requests, &plan, &ropes, state, probe)?;
-        let logits = self.head.forward(&self.norm.forward(&xs)?)?;
-        Ok(Some(Hidden { xs, logits }))
+        self.compute(requests, &inputs, target_hidden, state, choose, probe)
     }
 
-    fn plan(
+    /// [`DSpark::pass`] with inputs where it computes.
+    fn compute(
         &self,
         requests: &[DraftRequest],
+        inputs: &DraftInputs,
         target_hidden: &Tensor,
-        state: &ModelState,
-    ) -> Result<DraftPlan> {
-        let mut chunks = Vec::with_capacity(requests.len());
-        for request in requests {
-            let sequence = state.sequence(request.seq)?;
-            let (start, len) = (sequence.drafted, request.committed);
-            if start + len != sequence.ids.len() {
-                return Err(Error::value(
-                    "committed tokens",
-                    format!(
-                        "{len} after {start} do not reach the sequence's {} tokens",
-                        sequence.ids.len()
-                    ),
-                ));
+        state: &mut ModelState,
+        choose: bool,
+        probe: Option<&mut dyn Probe>,
+    ) -> Result<Option<Blocks>> {
+        let rows = inputs.plan.main_positions.len();
+        let filling = rows - target_hidden.dims()[0];
+        match filling {
+            0 => self.commit(inputs, target_hidden, &mut state.draft)?,
+            _ => {
+                let hidden = target_hidden.pad_with_zeros(0, 0, filling)?;
+                self.commit(inputs, &hidden, &mut state.draft)?;
             }
-            let committed = ChunkSpec {
-                slot: request.seq.slot,
-                start: start as u32,
-                len: len as u32,
-            };
-            chunks.push(DraftChunk {
-                committed,
-                draft: request.next.is_some(),
-            });
         }
-        let (m, width) = target_hidden.dims2()?;
-        let committed: usize = requests.iter().map(|r| r.committed).sum();
-        let expected = self.cfg.dspark_target_layer_ids.len() * self.cfg.dim;
-        if m != committed || width != expected {
-            return Err(Error::shape(
-                "draft",
-                format!("expected target_hidden [{committed}, {expected}], found [{m}, {width}]"),
-            ));
+        // Should the blocks fail, the rows are there all the same.
+        shown(requests, state)?;
+        match inputs.ids.is_empty() {
+            true => Ok(None),
+            false => self.blocks(inputs, state, choose, probe).map(Some),
         }
-        DraftPlan::new(&chunks, self.block_size(), &state.geometry, &self.device)
+    }
+
+    /// Puts the committed tokens into the rings; `hidden: [M, targets * dim]` as the plan has them.
+    pub(crate) fn commit(
+        &self,
+        inputs: &DraftInputs,
+        hidden: &Tensor,
+        rings: &mut [WindowCache],
+    ) -> Result<()> {
+        let DraftInputs { plan, ropes, .. } = inputs;
+        if plan.main_positions.is_empty() {
+            return Ok(());
+        }
+        let main_x = self.main_norm.forward(&self.main_proj.forward(hidden)?)?;
+        for (stage, cache) in self.stages.iter().zip(rings) {
+            stage.attn.commit(&main_x, plan, ropes, cache)?;
+        }
+        Ok(())
+    }
+
+    /// Runs the blocks, of which there are some, and chooses from their logits if asked.
+    pub(crate) fn blocks(
+        &self,
+        inputs: &DraftInputs,
+        state: &ModelState,
+        choose: bool,
+        probe: Option<&mut dyn Probe>,
+    ) -> Result<Blocks> {
+        let xs = self.layers(inputs, state, probe)?;
+        let logits = self.head.forward(&self.norm.forward(&xs)?)?;
+        match (&inputs.next, choose) {
+            (Some(next), true) => self.chosen(next, &xs, &logits),
+            _ => Ok(Blocks::Hidden { xs, logits }),
+        }
     }
 
     /// Runs the blocks through the stages → `[blocks * block_size, dim]`, collapsed but not normed.
-    fn blocks(
+    fn layers(
         &self,
-        requests: &[DraftRequest],
-        plan: &DraftPlan,
-        ropes: &DraftRopes,
+        inputs: &DraftInputs,
         state: &ModelState,
         probe: Option<&mut dyn Probe>,
     ) -> Result<Tensor> {
-        let noise = self.cfg.dspark_noise_token_id as u32;
-        let mut ids = Vec::with_capacity(plan.block_positions.len());
-        for next in requests.iter().filter_map(|r| r.next) {
-            ids.push(next);
-            ids.resize(ids.len() + self.block_size() - 1, noise);
-        }
-        let stream = hc_expand(&self.embed.forward(&ids)?, self.cfg.hc_mult)?;
-        let carried = PreMix::one_hot(ids.len(), self.cfg.hc_mult, &self.device)?;
+        let DraftInputs {
+            plan, ropes, ids, ..
+        } = inputs;
+        let stream = match &inputs.rows {
+            Some(rows) => self.embed.copies(rows, self.cfg.hc_mult)?,
+            None => hc_expand(&self.embed.forward(ids)?, self.cfg.hc_mult)?,
+        };
+        let carried = PreMix::from_tensor(inputs.carried.clone())?;
         let parts = match probe.is_none() && self.device.is_cpu() && self.ranks == 1 {
             true => wave::parts(&self.cfg, ids.len()),
             false => 1,
@@ -314,6 +345,15 @@ impl DSpark {
         let (stream, carried) = flow.finish()?;
         hc_pre(&stream, &carried)
     }
+}
+
+/// All tokens of the requests' sequences are in the rings.
+fn shown(requests: &[DraftRequest], state: &mut ModelState) -> Result<()> {
+    for request in requests {
+        let sequence = state.sequence_mut(request.seq)?;
+        sequence.drafted = sequence.ids.len();
+    }
+    Ok(())
 }
 
 impl Stage {

@@ -191,16 +191,14 @@ pub(crate) fn check_chunk(cfg: &Config, chunk: &Chunk) -> Result<()> {
             }
         }
     }
-    match chunk
-        .token_ids
-        .iter()
-        .find(|id| **id as usize >= cfg.vocab_size)
-    {
-        Some(id) => Err(Error::value(
-            "token id",
-            format!("{id} is outside of the vocabulary of {}", cfg.vocab_size),
-        )),
-        None => Ok(()),
+    chunk.token_ids.iter().try_for_each(|id| check_id(cfg, *id))
+}
+
+/// Checks one id.
+pub(crate) fn check_id(cfg: &Config, id: u32) -> Result<()> {
+    match (id as usize) < cfg.vocab_size {
+        true => Ok(()),
+        false => Err(outside(id, cfg.vocab_size)),
     }
 }
 

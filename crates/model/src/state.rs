@@ -134,8 +134,8 @@ impl ModelState {
         })
     }
 
-    /// Whether a GPU's steps of a few tokens may be captured and replayed, which they are from the second
-    /// step of one layout on; the default. No result depends on it. What is captured stays in the GPU's
+    /// Whether a GPU's steps and draft steps of a few tokens may be captured and replayed, which they are from the
+    /// second one of a layout on; the default. No result depends on it. What is captured stays in the GPU's
     /// memory until the state goes or this is turned off.
     ///
     /// Nothing is captured while another state works on the same [`Device`]. While one is captured, other
@@ -150,7 +150,15 @@ impl ModelState {
     /// How many steps of this state were replayed.
     pub fn replayed(&self) -> u64 {
         #[cfg(feature = "cuda")]
-        return self.replays.steps();
+        return self.replays.steps.replayed();
+        #[cfg(not(feature = "cuda"))]
+        0
+    }
+
+    /// How many draft steps of this state were replayed.
+    pub fn replayed_drafts(&self) -> u64 {
+        #[cfg(feature = "cuda")]
+        return self.replays.drafts.replayed();
         #[cfg(not(feature = "cuda"))]
         0
     }

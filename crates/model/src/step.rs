@@ -8,6 +8,8 @@ use deepseek_v41_attention::{AttnPlan, RopeTables, SharedAttentionRuntime, last_
 use deepseek_v41_core::{Result, upload};
 use deepseek_v41_hyperconn::{Flow, PreMix, hc_expand, hc_mean, hc_pre};
 
+#[cfg(feature = "cuda")]
+use crate::replay::HostInputs;
 use crate::{
     ForwardBatch, ForwardOutput, IndexKeys, LogitRows, ModelState, Probe, ProbePoint, Transformer,
     block::{Attend, Step},
@@ -56,29 +58,6 @@ impl Rows {
             LogitRows::Last => newest_rows(batch, 1),
             LogitRows::Newest(n) => newest_rows(batch, n),
         }
-    }
-}
-
-impl StepInputs {
-    /// The inputs with each tensor replaced by what `f` makes of it, always in the same order.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn map(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor>) -> Result<Self> {
-        let mut map = |tensor: &Option<Tensor>| tensor.as_ref().map(&mut *f).transpose();
-        let (ids, image_mask) = (map(&self.ids)?, map(&self.image_mask)?);
-        Ok(Self {
-            plan: self.plan.map(f)?,
-            ropes: self.ropes.map(f)?,
-            ids,
-            carried: f(&self.carried)?,
-            engram: self.engram.iter().map(&mut *f).collect::<Result<_>>()?,
-            image_mask,
-            published: self.published.clone(),
-            rows: match &self.rows {
-                Rows::Some(rows) => Rows::Some(f(rows)?),
-                Rows::All => Rows::All,
-                Rows::None => Rows::None,
-            },
-        })
     }
 }
 

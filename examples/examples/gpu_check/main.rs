@@ -18,6 +18,8 @@ mod correctness;
 #[cfg(feature = "cuda")]
 mod data;
 #[cfg(feature = "cuda")]
+mod drafts;
+#[cfg(feature = "cuda")]
 mod errors;
 #[cfg(feature = "cuda")]
 mod layer;

@@ -10,7 +10,7 @@ use deepseek_v41::{
     model::{Chunk, ForwardBatch, Limits, LogitRows, ModelState},
 };
 
-use crate::{correctness::Report, data::Random};
+use crate::{correctness::Report, data::Random, drafts};
 
 /// What one run of the script gives: a row of logits and hidden states for each step.
 struct Run {
@@ -151,7 +151,7 @@ pub(crate) fn tiny(gpu: &Device, r: &mut Report) -> Result<()> {
             seconds * 1e6
         );
     }
-    Ok(())
+    drafts::tiny(&model, r)
 }
 
 /// Seconds of a step of one token after a prompt of 300; its logits read back, or the token alone.

@@ -21,6 +21,9 @@ use crate::{
 /// this catches is a wrong kernel, which is off by 1; the CPU's own distance is printed beside it.
 const MODEL: f64 = 0.25;
 
+/// Tokens of a text in which the first steps of each layout, launched and captured, count for little.
+const LONG: usize = 1024;
+
 /// How far the mean number of drafts that stand may be from the CPU's.
 const ACCEPTED: f64 = 0.1;
 
@@ -339,6 +342,11 @@ pub(crate) fn tiny(gpu: &Device, r: &mut Report) -> Result<()> {
     let shape = format!("{same} of {} tokens", text.len());
     r.holds("tiny greedy text = the CPU's", &shape, plain == text);
     println!("       tiny decode: {rate:.0} tokens a second, {cpu_rate:.0} on the CPU");
+    let plain_long = generate(&gpu_model, Speculation::Off, LONG)?;
+    println!(
+        "       the same over {LONG} tokens: {:.0} tokens a second",
+        plain_long.rate
+    );
     draws(&gpu_model, r)?;
     for (name, speculation) in [
         (
@@ -363,6 +371,12 @@ pub(crate) fn tiny(gpu: &Device, r: &mut Report) -> Result<()> {
             &format!("tiny {name} = plain"),
             "128 tokens",
             here.tokens == plain,
+        );
+        let long = generate(&gpu_model, speculation.clone(), LONG)?;
+        let gain = long.rate / plain_long.rate;
+        println!(
+            "       the same over {LONG} tokens: {:.0} tokens a second, {gain:.2} times plain, {:.2} drafts stand a pass",
+            long.rate, long.accepted
         );
         let there = generate(&cpu, speculation, 128)?;
         let shape = format!("{:.2}, {:.2} on the CPU", here.accepted, there.accepted);

@@ -37,7 +37,7 @@ impl RaggedRows {
     }
 
     /// [`RaggedRows::into_tensor`], `width` wide at least.
-    pub(super) fn at_least(self, width: usize, device: &Device) -> Result<Tensor> {
+    pub(crate) fn at_least(self, width: usize, device: &Device) -> Result<Tensor> {
         let starts = || std::iter::once(0).chain(self.ends.iter().copied());
         let width = starts()
             .zip(&self.ends)

@@ -1,9 +1,9 @@
 //! From a block's logits to its tokens: each position's choice is the next one's bias.
 
 use candle_core::{DType, Tensor};
-use deepseek_v41_core::{Best, Error, Result, argmax, upload};
+use deepseek_v41_core::{ArgmaxWork, Best, Error, Result, argmax_sum};
 
-use super::{ChooseToken, DSpark, Draft, DraftRequest, Hidden};
+use super::{Blocks, ChooseToken, DSpark, Draft, DraftRequest};
 
 impl DSpark {
     /// The embeddings `[blocks, rank]` of the tokens `before`, and in `bias` what they add to the logits,
@@ -21,17 +21,31 @@ impl DSpark {
         Ok(embed)
     }
 
-    /// Chooses the tokens of all blocks, position by position: each position's logits get a bias
-    /// from the token before it.
-    pub(super) fn tokens(
+    /// The drafts of what a pass came to.
+    pub(super) fn drafts(
         &self,
         requests: &[DraftRequest],
-        hidden: Option<Hidden>,
+        blocks: Option<Blocks>,
         choose: &mut ChooseToken<'_>,
     ) -> Result<Vec<Option<Draft>>> {
-        let Some(Hidden { xs, logits }) = hidden else {
-            return Ok(vec![None; requests.len()]);
-        };
+        match blocks {
+            None => Ok(vec![None; requests.len()]),
+            Some(Blocks::Hidden { xs, logits }) => self.tokens(requests, &xs, &logits, choose),
+            Some(Blocks::Chosen { codes, confidence }) => {
+                self.best_tokens(requests, &codes, &confidence)
+            }
+        }
+    }
+
+    /// Chooses the tokens of all blocks, position by position: each position's logits get a bias
+    /// from the token before it.
+    fn tokens(
+        &self,
+        requests: &[DraftRequest],
+        xs: &Tensor,
+        logits: &Tensor,
+        choose: &mut ChooseToken<'_>,
+    ) -> Result<Vec<Option<Draft>>> {
         let mut logits = logits.to_vec2::<f32>()?;
         let size = self.block_size();
         let mut before: Vec<u32> = requests.iter().filter_map(|r| r.next).collect();
@@ -51,7 +65,7 @@ impl DSpark {
                 tokens[b].push(before[b]);
             }
         }
-        let confidence = self.confidences(&xs, &embeds)?;
+        let confidence = self.confidences(xs, &embeds)?.to_vec1::<f32>()?;
         let mut drafts = vec![None; requests.len()];
         let mut logits = logits.into_iter();
         for (b, tokens) in tokens.into_iter().enumerate() {
@@ -64,31 +78,40 @@ impl DSpark {
         Ok(drafts)
     }
 
-    /// [`DSpark::tokens`] where the logits are: each position's choice is the next one's input there.
-    pub(super) fn best_tokens(
-        &self,
-        requests: &[DraftRequest],
-        hidden: Option<Hidden>,
-    ) -> Result<Vec<Option<Draft>>> {
-        let Some(Hidden { xs, logits }) = hidden else {
-            return Ok(vec![None; requests.len()]);
-        };
+    /// Where the logits are, each position's most likely token: it is the next one's input there. `next` are
+    /// the tokens before the first, `[blocks]` u32.
+    pub(super) fn chosen(&self, next: &Tensor, xs: &Tensor, logits: &Tensor) -> Result<Blocks> {
         let size = self.block_size();
-        let first: Vec<u32> = requests.iter().filter_map(|r| r.next).collect();
-        let blocks = first.len();
+        let blocks = next.elem_count();
         let logits = logits.reshape((blocks, size, ()))?;
-        let mut before = upload(first, blocks, &self.device)?;
+        let work = ArgmaxWork::new(blocks, &self.device)?;
+        let mut before = next.clone();
         let (mut embeds, mut codes) = (Vec::with_capacity(size), Vec::with_capacity(size));
         for i in 0..size {
             let embed = self.markov_embed.copies(&before, 1)?.squeeze(1)?;
             let bias = self.markov_head.forward(&embed)?;
-            before = argmax(&(logits.narrow(1, i, 1)?.squeeze(1)? + bias)?)?;
+            before = argmax_sum(&logits.narrow(1, i, 1)?.squeeze(1)?, &bias, &work)?;
             embeds.push(embed);
             codes.push(before.clone());
         }
-        let confidence = self.confidences(&xs, &embeds)?;
-        let codes = Tensor::stack(&codes, 1)?.to_vec2::<u32>()?;
-        let mut chosen = codes.into_iter().zip(confidence.chunks_exact(size));
+        Ok(Blocks::Chosen {
+            codes: Tensor::stack(&codes, 1)?,
+            confidence: self.confidences(xs, &embeds)?,
+        })
+    }
+
+    /// The drafts that were [`chosen`](Self::chosen).
+    fn best_tokens(
+        &self,
+        requests: &[DraftRequest],
+        codes: &Tensor,
+        confidence: &Tensor,
+    ) -> Result<Vec<Option<Draft>>> {
+        let codes = codes.to_vec2::<u32>()?;
+        let confidence = confidence.to_vec1::<f32>()?;
+        let mut chosen = codes
+            .into_iter()
+            .zip(confidence.chunks_exact(self.block_size()));
         let draft = |request: &DraftRequest| {
             let Some((codes, confidence)) = request.next.and_then(|_| chosen.next()) else {
                 return Ok(None);
@@ -103,12 +126,13 @@ impl DSpark {
         requests.iter().map(draft).collect()
     }
 
-    /// Block by block, from the blocks `xs` and each position's embeddings `[blocks, rank]`.
-    fn confidences(&self, xs: &Tensor, embeds: &[Tensor]) -> Result<Vec<f32>> {
+    /// Block by block, `[blocks * block_size]` f32, from the blocks `xs` and each position's embeddings
+    /// `[blocks, rank]`.
+    fn confidences(&self, xs: &Tensor, embeds: &[Tensor]) -> Result<Tensor> {
         // `[size, blocks, rank]` → the rows' own order, block by block.
         let embeds = Tensor::stack(embeds, 1)?.flatten(0, 1)?;
         let hidden = Tensor::cat(&[xs, &embeds], 1)?;
-        Ok(self.confidence.forward(&hidden)?.flatten_all()?.to_vec1()?)
+        Ok(self.confidence.forward(&hidden)?.flatten_all()?)
     }
 }
 
