@@ -5,7 +5,7 @@ use half::bf16;
 use rayon::prelude::*;
 
 use super::{
-    STEPS,
+    blocks::STEPS,
     tile::{self, LANES, ROWS, RowStep},
 };
 
