@@ -8,6 +8,8 @@ use deepseek_v41_core::{Error, Result, upload};
 use crate::ops;
 use crate::packed::{RowCodec, unpack_rows};
 use crate::pool::{copy_rows, gather_rows, read_rows};
+#[cfg(feature = "cuda")]
+use crate::rows::RowQuant;
 
 /// The rows of a pool as operations take them.
 #[derive(Debug, Clone, Copy)]
@@ -70,7 +72,13 @@ pub struct RowPlanes {
     codes: Tensor,
     scales: Tensor,
     codec: RowCodec,
+    #[cfg(feature = "cuda")]
+    counts: Option<Tensor>,
 }
+
+/// Queries at a time that [`RowPlanes::counts`] serves.
+#[cfg(feature = "cuda")]
+pub(crate) const COUNTED: usize = 16;
 
 impl RowPlanes {
     /// `rows` rows of zeros.
@@ -79,8 +87,19 @@ impl RowPlanes {
         Ok(Self {
             codes: plane(codec.code_bytes())?,
             scales: plane(codec.scale_bytes())?,
+            #[cfg(feature = "cuda")]
+            counts: (codec.quant() == RowQuant::Index)
+                .then(|| Tensor::zeros(2048 * COUNTED + 2, DType::U32, device))
+                .transpose()?,
             codec,
         })
+    }
+
+    /// Of index keys: `[COUNTED, 2048]` u32 in which selections from their scores count, which leave them zero, and two words
+    /// by which their blocks wait for each other.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn counts(&self) -> Option<&Tensor> {
+        self.counts.as_ref()
     }
 
     /// `[rows, D]` (fp8) or `[rows, D / 2]` (fp4) U8, as in the packed form.

@@ -123,7 +123,7 @@ pub(crate) fn index_topk(
             dim: d,
             shared,
         };
-        let mut counts = Counts::of(dev, &found, k)?;
+        let mut counts = Counts::of(dev, &found, k, keys.counts)?;
         score(dev, &queries, &keys, &found, counts.as_mut())?;
         if k > 0 {
             select(dev, &found, k, topk.ptr().offset(4 * first * k), counts)?;
@@ -154,7 +154,7 @@ pub(crate) fn index_topk(
                 &by_block,
                 topk_blocks,
                 chosen.ptr().offset(4 * first * topk_blocks),
-                Counts::of(dev, &by_block, topk_blocks)?,
+                Counts::of(dev, &by_block, topk_blocks, keys.counts)?,
             )?;
         }
     }
@@ -178,6 +178,8 @@ struct Keys<'a> {
     codes: Ptr<'a>,
     scales: Ptr<'a>,
     kernel: Kernel,
+    /// Zeros that selections may count in.
+    counts: Option<Ptr<'a>>,
 }
 
 impl<'a> Keys<'a> {
@@ -194,6 +196,7 @@ impl<'a> Keys<'a> {
                     codes: Held::new(keys, OP).ptr::<bf16>()?,
                     scales: Ptr::NULL,
                     kernel: Kernel::Bf16,
+                    counts: None,
                 });
             }
             StoredRows::Planes(planes) => planes,
@@ -209,6 +212,10 @@ impl<'a> Keys<'a> {
             codes: Held::new(planes.codes(), OP).ptr::<u8>()?,
             scales: Held::new(planes.scales(), OP).ptr::<u8>()?,
             kernel: if hopper { Kernel::Hopper } else { Kernel::Fp4 },
+            counts: planes
+                .counts()
+                .map(|counts| Held::new(counts, OP).ptr::<u32>())
+                .transpose()?,
         })
     }
 }
@@ -229,13 +236,13 @@ fn score(
     queries: &Queries<'_>,
     keys: &Keys<'_>,
     out: &Scores<'_>,
-    counts: Option<&mut Counts>,
+    counts: Option<&mut Counts<'_>>,
 ) -> Result<()> {
     let blocks = 2 * multiprocessors(dev)?;
     if keys.kernel == Kernel::Hopper {
         let hist = counts.map(|counts| {
             counts.done = true;
-            counts.hist.ptr()
+            counts.hist()
         });
         let launch = Launch::new(dev, kernels::INDEX_SCORES_SM90, "index_scores_sm90")
             .ptr(queries.q)

@@ -6,6 +6,8 @@ use deepseek_v41_core::{
     cuda::{Launch, Out, Ptr, kernels, multiprocessors},
 };
 
+use crate::stored::COUNTED;
+
 /// Columns that one block selects from.
 const ONE_BLOCK: usize = 32_768;
 /// Columns of one part of a longer row.
@@ -26,23 +28,53 @@ pub(super) struct Scores<'a> {
 }
 
 /// Scores of long rows by their high bits.
-pub(super) struct Counts {
-    /// `[rows, 2048]` u32, and two words by which blocks wait for each other.
-    pub(super) hist: Out<u32>,
+pub(super) struct Counts<'a> {
+    space: Space<'a>,
     /// Whether they are there already.
     pub(super) done: bool,
 }
 
-impl Counts {
-    /// Zeros where a selection of `k` from `s` needs them.
-    pub(super) fn of(dev: &CudaDevice, s: &Scores<'_>, k: usize) -> Result<Option<Self>> {
-        let zeros = || {
-            Ok(Self {
-                hist: Out::zeros(dev, 2048 * s.rows + 2)?,
-                done: false,
-            })
+/// Zeros that a selection leaves zero.
+enum Space<'a> {
+    /// Of [`RowPlanes::counts`](crate::RowPlanes).
+    Kept(Ptr<'a>),
+    /// `[rows, 2048]` u32, and two words by which blocks wait for each other.
+    Own(Out<u32>),
+}
+
+impl<'a> Counts<'a> {
+    /// Where a selection of `k` from `s` needs them; in `kept` if that has room for it.
+    pub(super) fn of(
+        dev: &CudaDevice,
+        s: &Scores<'_>,
+        k: usize,
+        kept: Option<Ptr<'a>>,
+    ) -> Result<Option<Self>> {
+        if k == 0 || s.n <= ONE_BLOCK {
+            return Ok(None);
+        }
+        let space = match kept {
+            Some(kept) if s.rows <= COUNTED => Space::Kept(kept),
+            _ => Space::Own(Out::zeros(dev, 2048 * s.rows + 2)?),
         };
-        (k > 0 && s.n > ONE_BLOCK).then(zeros).transpose()
+        Ok(Some(Self { space, done: false }))
+    }
+
+    /// `[rows, 2048]` u32.
+    pub(super) fn hist(&self) -> Ptr<'_> {
+        match &self.space {
+            Space::Kept(kept) => *kept,
+            Space::Own(own) => own.ptr(),
+        }
+    }
+
+    /// The two words.
+    fn turns(&self, rows: usize) -> Ptr<'_> {
+        let rows = match &self.space {
+            Space::Kept(_) => COUNTED,
+            Space::Own(_) => rows,
+        };
+        self.hist().offset(4 * 2048 * rows)
     }
 }
 
@@ -52,13 +84,13 @@ pub(super) fn select(
     s: &Scores<'_>,
     k: usize,
     out: Ptr<'_>,
-    counts: Option<Counts>,
+    counts: Option<Counts<'_>>,
 ) -> Result<()> {
     let finish = |launch: Launch<'_>, grid: (usize, usize, usize), block: usize| {
         // SAFETY: scores [rows, ld], out [rows, k], workspaces as the kernels ask.
         unsafe { launch.launch(grid, block, 0) }
     };
-    let Some(Counts { hist, done }) = counts else {
+    let Some(counts) = counts else {
         let launch = Launch::new(dev, kernels::TOPK_ROWS, "topk_rows")
             .ptr(s.keys)
             .ptr(s.spans)
@@ -71,15 +103,16 @@ pub(super) fn select(
             .int(s.block);
         return finish(launch, (s.rows, 1, 1), 1024);
     };
+    let (hist, done) = (counts.hist(), counts.done);
     let parts = s.n.div_ceil(PART);
     let grid = (parts, s.rows, 1);
     let part = Out::<u32>::new(dev, 33 * parts * s.rows)?;
     if parts * s.rows <= AT_ONCE * multiprocessors(dev)? {
         let launch = Launch::new(dev, kernels::TOPK_ROWS, "topk_part_once")
             .ptr(s.keys)
-            .ptr(hist.ptr())
+            .ptr(hist)
             .ptr(part.ptr())
-            .ptr(hist.ptr().offset(4 * 2048 * s.rows))
+            .ptr(counts.turns(s.rows))
             .ptr(s.spans)
             .ptr(s.blocks)
             .ptr(out)
@@ -97,14 +130,14 @@ pub(super) fn select(
     if !done {
         let launch = Launch::new(dev, kernels::TOPK_ROWS, "topk_part_hist")
             .ptr(s.keys)
-            .ptr(hist.ptr())
+            .ptr(hist)
             .int(s.n)
             .long(s.ld);
         finish(launch, grid, 256)?;
     }
     let launch = Launch::new(dev, kernels::TOPK_ROWS, "topk_part_count")
         .ptr(s.keys)
-        .ptr(hist.ptr())
+        .ptr(hist)
         .ptr(part.ptr())
         .ptr(header.ptr())
         .int(s.n)
@@ -113,7 +146,7 @@ pub(super) fn select(
     finish(launch, grid, 256)?;
     let launch = Launch::new(dev, kernels::TOPK_ROWS, "topk_part_write")
         .ptr(s.keys)
-        .ptr(hist.ptr())
+        .ptr(hist)
         .ptr(part.ptr())
         .ptr(header.ptr())
         .ptr(s.spans)

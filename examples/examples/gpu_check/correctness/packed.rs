@@ -214,8 +214,8 @@ fn scores(gpu: &Device, rng: &Random, r: &mut Report) -> Result<()> {
                     visible: (rows - 20 - i.min(rows - 21)) as u32,
                 })
                 .collect();
-            // Rows, rows beside their blocks, the blocks, rows inside of them.
-            let run = |format, dev: &Device| -> Result<[Tensor; 4]> {
+            // Rows, rows beside their blocks, the blocks, rows inside of them; then of one query alone.
+            let run = |format, dev: &Device| -> Result<[Tensor; 5]> {
                 let keys = pool(&bytes, RowQuant::Index, d, format, dev)?;
                 let (q, w) = (q.to_device(dev)?, weights.to_device(dev)?);
                 let alone = index_topk(&q, &w, keys.stored(), &spans, k, None)?;
@@ -229,13 +229,15 @@ fn scores(gpu: &Device, rng: &Random, r: &mut Report) -> Result<()> {
                     block,
                 )?;
                 let inside = index_topk(&q, &w, keys.stored(), &spans, k, Some(&blocks))?;
-                Ok([alone.0, beside.0, blocks.ids, inside.0])
+                let (q, w) = (q.narrow(0, 0, 1)?, w.narrow(0, 0, 1)?);
+                let one = index_topk(&q, &w, keys.stored(), &spans[..1], k, None)?;
+                Ok([alone.0, beside.0, blocks.ids, inside.0, one.0])
             };
             let shape = format!("{t}x{h}x{d} of {rows} top {k}, one base {one_base}");
             let same = run(KvFormat::Packed, gpu)?;
             let plain = run(KvFormat::Bf16, gpu)?;
             let cpu = run(KvFormat::Packed, &Device::Cpu)?;
-            for (i, name) in ["alone", "publishing", "blocks", "in candidates"]
+            for (i, name) in ["alone", "publishing", "blocks", "in candidates", "of one"]
                 .into_iter()
                 .enumerate()
             {
