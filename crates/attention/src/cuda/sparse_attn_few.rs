@@ -16,7 +16,7 @@ use crate::pool::Entering;
 /// Most queries of which this is sooner than parts put together: of bf16 rows, of packed ones.
 const MOST_QUERIES: [usize; 2] = [8, 4];
 /// Bytes of a block's shared memory.
-const SHARED: usize = 115_712;
+const SHARED: usize = 101_664;
 
 /// `sparse_attn_few`: a query's rows are shared by a cluster of blocks, each for 16 heads.
 pub(super) struct Few {
@@ -44,10 +44,10 @@ impl Few {
             return Ok(None);
         }
         let (name, cluster) = match (t, packed) {
-            (1, false) => ("sparse_attn_few", 16),
-            (1, true) => ("sparse_attn_few_packed", 16),
-            (_, false) => ("sparse_attn_few8", 8),
-            (_, true) => ("sparse_attn_few_packed8", 8),
+            (1, false) => ("sparse_attn_few_16", 16),
+            (1, true) => ("sparse_attn_few_packed_16", 16),
+            (_, false) => ("sparse_attn_few_8", 8),
+            (_, true) => ("sparse_attn_few_packed_8", 8),
         };
         let block = (256, SHARED);
         let at_once = clusters_at_once(dev, kernels::SPARSE_ATTN_FEW_SM90, name, cluster, block)?;
