@@ -4,27 +4,12 @@
 //          g = 4*ceil(ceil(K/128)/k) groups: 16384*(TOK == 1 ? 4 : 5) + g*(36*TOK + 16) + max(128, 48*TOK), plain tokens
 //          g*(68*TOK + 16)
 #pragma once
+#include "cluster.cuh"
 #include "few_sm90.cuh"
 
 // Stages of a ring: with one token three blocks share a multiprocessor, with more of them two.
 template <int TOK>
 constexpr int STAGES = TOK == 1 ? 4 : 5;
-
-__device__ __forceinline__ float4 load_cluster(uint32_t addr, uint32_t rank) {
-    uint32_t remote;
-    float4 v;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(addr), "r"(rank));
-    asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(remote));
-    return v;
-}
-__device__ __forceinline__ void cluster_barrier() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-__device__ __forceinline__ int cluster_size() {
-    uint32_t n;
-    asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(n));
-    return (int)n;
-}
 
 // `load` fills tokens of kind X for this block's groups.
 template <typename X, typename Load>

@@ -115,15 +115,16 @@ static void bench_experts() {
 
 static void bench_attn() {
     int H = 64, D = 512;
-    for (auto [T, rows, n] : {std::tuple{1, 4224, 640}, {64, 64 * 4224, 640}, {4096, 6144, 640}}) {
+    for (auto [T, rows, n] : {std::tuple{1, 4224, 640}, {2, 2 * 4224, 640}, {4, 4 * 4224, 640}, {8, 8 * 4224, 640}, {16, 16 * 4224, 640}, {64, 64 * 4224, 640}, {4096, 6144, 640}}) {
+        if (g_size && T != g_size) continue;
         auto q = rand_bf16((size_t)T * H * D), kv = rand_bf16((size_t)rows * D);
         auto sink = rand_f32(H);
         std::vector<int> idx((size_t)T * n);
         for (int t = 0; t < T; ++t)
-            for (int j = 0; j < n; ++j) idx[(size_t)t * n + j] = j >= n - 7 ? -1 : (rows > 100000 ? t * 4224 + pick(0, 4223) : pick(0, rows - 1));
+            for (int j = 0; j < n; ++j) idx[(size_t)t * n + j] = j >= n - 7 ? -1 : (rows > 6200 ? t * 4224 + pick(0, 4223) : pick(0, rows - 1));
         Dev<int> di(idx);
         Scopes sc = {{{kv.p, nullptr, di.p, n, 0}, {}, {}}};
-        for (int S : T == 1 ? std::vector<int>{5, 10, 20} : T == 64 ? std::vector<int>{1, 2, 4} : std::vector<int>{1}) {
+        for (int S : T == 1 ? std::vector<int>{5, 10, 20} : T <= 4 ? std::vector<int>{5, 10} : T <= 64 ? std::vector<int>{1, 2, 4, 8} : std::vector<int>{1}) {
             Dev<bf16> out((size_t)T * H * D);
             Dev<float> po((size_t)S * T * H * D), ml((size_t)S * T * H * 2);
             double us = graph_us([&](int) {
@@ -134,6 +135,29 @@ static void bench_attn() {
                 Attn{T, H, D, S, true}.run(q.p, sc, sink.p, out.p, po.p, ml.p, 0.0442f);
             }, T > 1000 ? 2 : 20, 7);
             row("sparse_attn_sm90", fmt("T%d, 633 rows, split %d", T, S), us, (double)T * (633 * 1024 + 2 * 65536), 4.0 * T * H * D * 633);
+        }
+        if (T <= 16) {
+            // Packed as a model's caches are: a ring of fp8, the query's own row, selected ones of fp4.
+            Dev<bf16> out((size_t)T * H * D);
+            Dev<float> po((size_t)10 * T * H * D), ml((size_t)10 * T * H * 2);
+            auto ring = rand_u8((size_t)rows * D, 1), ring_scales = rand_u8((size_t)rows * D / 32, 2), codes = rand_u8((size_t)rows * D / 2, 0), scales = rand_u8((size_t)rows * D / 16, 1);
+            std::vector<int> each[3];
+            for (int t = 0; t < T; ++t)
+                for (int j = 0; j < n; ++j) each[j < 127 ? 0 : j < 128 ? 1 : 2].push_back(idx[(size_t)t * n + j]);
+            Dev<int> a(each[0]), b(each[1]), c(each[2]);
+            Scopes packed = {{{ring.p, ring_scales.p, a.p, 127, 1}, {kv.p, nullptr, b.p, 1, 0}, {codes.p, scales.p, c.p, n - 128, 3}}};
+            for (int few : {0, 16, 8}) {
+                Attn attn = {T, H, D, T <= 4 ? 10 : 8, true, true};
+                attn.few = few;
+                double us = graph_us([&](int) { attn.run(q.p, packed, sink.p, out.p, po.p, ml.p, 0.0442f); }, 20, 7);
+                row(few ? "attn_few_packed" : "attn_packed_sm90", few ? fmt("T%d, 633 rows, clusters of %d", T, few) : fmt("T%d, 633 rows, split %d", T, attn.S), us, T * (127 * 528.0 + 505 * 288 + 1024 + 2 * 65536), 4.0 * T * H * D * 633);
+            }
+            for (int few : {16, 8}) {
+                Attn attn = {T, H, D, 1};
+                attn.few = few;
+                double us = graph_us([&](int) { attn.run(q.p, sc, sink.p, out.p, nullptr, nullptr, 0.0442f); }, 20, 7);
+                row("sparse_attn_few", fmt("T%d, 633 rows, clusters of %d", T, few), us, (double)T * (633 * 1024 + 2 * 65536), 4.0 * T * H * D * 633);
+            }
         }
     }
 }

@@ -14,7 +14,7 @@ static void bench_layer() {
     auto norm = rand_bf16(dim), kv = rand_bf16((size_t)rows * D), a = rand_bf16(dim), b = rand_bf16(dim), stream = rand_bf16(4 * dim), stream2 = rand_bf16(4 * dim), out = rand_bf16(dim), x = rand_bf16(dim);
     auto coef = rand_f32(24), coef2 = rand_f32(24);
     Dev<bf16> y(dim), lat(1792), q(32768), o(32768), mid(8192), both(4608), shared(dim), h(6 * inter), kvrow(512);
-    Dev<float> part(80 * 32), po((size_t)10 * H * D), ml(10 * H * 2), logits(E), gw(k);
+    Dev<float> part(80 * 32), logits(E), gw(k);
     Dev<uint32_t> cnt(4), gcnt(1), turns(32), chosen(k);
     cnt.zero(); gcnt.zero(); turns.zero();
     std::vector<int> idx(n);
@@ -30,14 +30,13 @@ static void bench_layer() {
     auto hcs_step = [&](int i, bf16* sub, bf16* from, float* c, bf16* to, float* co) {
         launch("hyperconn/hc_step:hc_step_few", dim3(80, 1), 256, 0, sub, from, c + 4, c + 8, c, fn[i % (2 * sets)].p, scale.p, base.p, norm.p, to, co, x.p, no, nob, nob, y.p, part.p, cnt.p, 1, dim, 1, 24, 20, 1e-6f, 1e-20f);
     };
-    Attn attn = {1, H, D, 10, true, false, {angles.p, angles.p, 64}, {kvrow.p, slot.p, kv.p}};
+    Attn attn = {1, H, D, 1, true, false, {angles.p, angles.p, 64}, {kvrow.p, slot.p, kv.p}, 16};
     using Part = std::pair<const char*, std::function<void(int)>>;
     std::vector<Part> parts = {
         {"hc_step (attention)", [&](int i) { hcs_step(2 * i, a.p, stream.p, coef.p, stream2.p, coef2.p); }},
         {"wq_a, wkv", [&](int i) { raw(wa, i, 1792, 5120, x.p, lat.p); }},
         {"wq_b, row of kv", [&](int i) { launch_query_heads(1, 32768, 1280, D, 64, lat.p, norm.p, wq.w[i % sets].p, wq.s[i % sets].p, q.p, lat.p + 1280, norm.p, angles.p, angles.p, kvrow.p); }},
-        {"sparse_attn", [&](int) { attn.parts(q.p, sc, sink.p, o.p, po.p, ml.p, 0.0442f); }},
-        {"sparse_attn_combine", [&](int) { attn.combine(po.p, ml.p, sink.p, o.p); }},
+        {"sparse_attn_few", [&](int) { attn.run(q.p, sc, sink.p, o.p, nullptr, nullptr, 0.0442f); }},
         {"wo_a", [&](int i) { launch_few(few_split(1, true, 1024, 4096, 8), 1, true, 8, 1, 1024, 4096, o.p, oa.w[i % sets].p, oa.s[i % sets].p, mid.p); }},
         {"wo_b", [&](int i) { raw(ob, i, 5120, 8192, mid.p, b.p); }},
         {"hc_step (experts)", [&](int i) { hcs_step(2 * i + 1, b.p, stream2.p, coef2.p, stream.p, coef.p); }},

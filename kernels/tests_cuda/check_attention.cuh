@@ -38,6 +38,12 @@ static void check_sparse_attn(int T, int H, int D, int n0, int n1, int n2, int r
         attn.sm90 = true;
         attn.run(c.q.p, c.scopes(), c.sink.p, out.p, po.p, ml.p, scale);
         near("sparse_attn_sm90", fmt("T%d H%d D%d %d+%d+%d of %d split %d", T, H, D, n0, n1, n2, rows, S), out.get(), want.get(), 5e-3);
+        for (int few : {16, 8}) {
+            out.poison();
+            attn.few = few;
+            attn.run(c.q.p, c.scopes(), c.sink.p, out.p, po.p, ml.p, scale);
+            near("sparse_attn_few", fmt("T%d H%d D%d %d+%d+%d of %d, clusters of %d", T, H, D, n0, n1, n2, rows, few), out.get(), want.get(), 5e-3);
+        }
     }
     if (corner) {
         auto o = out.get();
@@ -48,7 +54,7 @@ static void check_sparse_attn(int T, int H, int D, int n0, int n1, int n2, int r
 }
 
 // Rotation and the write of rows within attention, against launches of their own: the same bits.
-static void check_attn_ends(int T, int H, int D, int rd, int n0, int n2, int S, bool sm90) {
+static void check_attn_ends(int T, int H, int D, int rd, int n0, int n2, int S, bool sm90, int few = 0) {
     auto c = attn_case(T, H, D, n0, 1, n2, 300, 0.2f, false);
     auto cs = rand_f32((size_t)T * rd / 2), sn = rand_f32((size_t)T * rd / 2);
     auto kv = rand_bf16((size_t)T * D);
@@ -64,11 +70,12 @@ static void check_attn_ends(int T, int H, int D, int rd, int n0, int n2, int S, 
         launch("attention/norm_rope_quant", dim3((T * H + 3) / 4), 128, 0, from, no, cs.p, sn.p, (int*)nullptr, to, no, nob, nob, T, H, D, rd, 1e-20f, 0, inverse);
     };
     Attn attn = {T, H, D, S, sm90};
+    attn.few = few;
     rope(c.q.p, q.p, 0);
     attn.run(q.p, c.scopes(), c.sink.p, o.p, po.p, ml.p, scale);
     rope(o.p, turned.p, 1);
     auto want = S > 1 ? turned.get() : o.get();
-    std::string shape = fmt("T%d H%d D%d rope %d split %d%s", T, H, D, rd, S, sm90 ? " sm90" : "");
+    std::string shape = fmt("T%d H%d D%d rope %d split %d%s", T, H, D, rd, S, few ? " few" : sm90 ? " sm90" : "");
     size_t row = 3 + 2 * (size_t)T;
     for (int kind = 0; kind < (S > 1 ? 4 : 1); ++kind) {
         int cd = kind == 0 ? 2 * D : kind == 1 ? D : D / 2, group = kind == 3 ? 16 : 32;
@@ -229,9 +236,15 @@ static void check_attention() {
     check_sparse_attn(5, 64, 512, 100, 128, 300, 3000, 3, true);
     check_sparse_attn(3, 37, 512, 30, 20, 80, 3000, 1, true);
     check_sparse_attn(300, 64, 512, 128, 1, 512, 3000, 1, false);
+    check_sparse_attn(2, 5, 512, 3, 0, 9, 300, 1, true);
+    check_sparse_attn(1, 64, 512, 700, 1, 2500, 3000, 1, false);
     check_query_heads();
     for (bool sm90 : {false, true})
         for (int S : {1, 3, 10}) check_attn_ends(S == 3 ? 5 : 1, 37, 512, S == 3 ? 32 : 64, 128, 512, S, sm90);
+    for (int few : {16, 8}) {
+        check_attn_ends(1, 64, 512, 64, 128, 512, 2, false, few);
+        check_attn_ends(19, 37, 512, 32, 30, 80, 2, false, few);
+    }
     check_attn_ends(3, 5, 96, 32, 65, 33, 3, false);
     check_attn_ends(2, 8, 64, 64, 20, 33, 2, false);
 }

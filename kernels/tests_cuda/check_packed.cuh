@@ -60,17 +60,20 @@ static void check_packed_attn(int T, int H, int D, int n0, int n1, int n2, int r
     Scopes plain = c.scopes();
     float scale = powf(D, -0.5f);
     size_t parts = (size_t)S * T * H;
-    for (bool sm90 : {false, true}) {
-        if (sm90 && D != 512) continue;
+    for (int form : {0, 1, 16, 8}) {
+        bool sm90 = form == 1;
+        if (form && D != 512) continue;
         std::vector<bf16> outs[2];
         for (int p = 0; p < 2; ++p) {
             Dev<bf16> out((size_t)T * H * D);
             Dev<float> po(parts * D), ml(parts * 2);
             Scopes s = p ? sc : plain;
-            Attn{T, H, D, S, sm90, p == 1}.run(c.q.p, s, c.sink.p, out.p, po.p, ml.p, scale);
+            Attn attn = {T, H, D, S, sm90, p == 1};
+            attn.few = form > 1 ? form : 0;
+            attn.run(c.q.p, s, c.sink.p, out.p, po.p, ml.p, scale);
             outs[p] = out.get();
         }
-        report(sm90 ? "sparse_attn_packed_sm90" : "sparse_attn_packed", fmt("T%d H%d D%d %d+%d+%d split %d kinds %d %d %d", T, H, D, n0, n1, n2, S, kinds[0], kinds[1], kinds[2]),
+        report(form > 1 ? "sparse_attn_few_packed" : sm90 ? "sparse_attn_packed_sm90" : "sparse_attn_packed", fmt("T%d H%d D%d %d+%d+%d split %d kinds %d %d %d", T, H, D, n0, n1, n2, S, kinds[0], kinds[1], kinds[2]),
                !memcmp(outs[0].data(), outs[1].data(), outs[0].size() * 2), "the bits of bf16 rows");
     }
 }

@@ -59,6 +59,7 @@ void launch_as(Form form, const std::string& path, dim3 grid, dim3 block, size_t
     cudaLaunchAttribute attrs[3];
     cudaLaunchConfig_t config = {grid, block, smem, g_stream, attrs, 0};
     auto attr = [&](cudaLaunchAttributeID id) { attrs[config.numAttrs].id = id; return &attrs[config.numAttrs++].val; };
+    if (form.cluster > 8) CUDA(cudaFuncSetAttribute((const void*)k, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
     if (form.cluster > 1) {
         auto* v = attr(cudaLaunchAttributeClusterDimension);
         v->clusterDim.x = form.cluster;

@@ -18,13 +18,20 @@ struct Write {
     uint8_t* scales = nullptr;
     int kind = 0;
 };
+constexpr size_t FEW_BYTES = 101664;
 struct Attn {
     int T, H, D, S;
     bool sm90 = false, packed = false;
     Angles angles = {};
     Write write = {};
+    int few = 0;  // blocks of a cluster of sparse_attn_few; 0: the other kernels
 
     void run(const bf16* q, const Scopes& sc, const float* sink, bf16* out, float* po, float* ml, float scale) const {
+        if (few) {
+            launch_as({few, false, g_overlap}, fmt("attention/sparse_attn_few_sm90:sparse_attn_few_%s%d", packed ? "packed_" : "", few), dim3(few, T * ((H + 15) / 16) + (write.src != nullptr)),
+                      256, FEW_BYTES, q, angles.cos, angles.sin, sc, sink, out, write.src, write.rows, (uint8_t*)write.pool, write.scales, T, H, angles.rd, write.kind, scale);
+            return;
+        }
         parts(q, sc, sink, out, po, ml, scale);
         if (S > 1) combine(po, ml, sink, out);
     }

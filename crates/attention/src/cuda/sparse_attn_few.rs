@@ -44,8 +44,8 @@ impl Few {
             return Ok(None);
         }
         let (name, cluster) = match (t, packed) {
-            (1, false) => ("sparse_attn_few_16", 16),
-            (1, true) => ("sparse_attn_few_packed_16", 16),
+            (1 | 2, false) => ("sparse_attn_few_16", 16),
+            (1 | 2, true) => ("sparse_attn_few_packed_16", 16),
             (_, false) => ("sparse_attn_few_8", 8),
             (_, true) => ("sparse_attn_few_packed_8", 8),
         };
