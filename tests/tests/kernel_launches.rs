@@ -176,10 +176,6 @@ fn arguments_are_those_of_the_kernels() {
                 assert_eq!(kernels["fp8_few_plain_m"], kernels["fp8_few_raw_m1"]);
                 "fp8_few_plain_m"
             }
-            (.., name) if name.starts_with("STEP[") => {
-                assert_eq!(kernels["hc_step"], kernels["hc_step_few"]);
-                "hc_step"
-            }
             (.., "scores") => {
                 assert_eq!(kernels["index_scores_fp4"], kernels["index_scores_bf16"]);
                 "index_scores_fp4"
