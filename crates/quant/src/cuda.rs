@@ -28,7 +28,10 @@ pub use self::{
 };
 use self::{
     few::{FEW, few_plain_product, few_swiglu_product},
-    products::{FP4, FP8, MANY, Sizes, bf16_groups, bf16_product, coded_product, many_product},
+    products::{
+        FP4, FP8, MANY, MOST_TILED, Sizes, bf16_groups, bf16_product, coded_product, many_product,
+        out_shape, tiled,
+    },
     quantise::{groups_of, quantise},
 };
 use crate::{
