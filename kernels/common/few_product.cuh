@@ -1,20 +1,16 @@
 // The product of few tokens with e4m3 weights that several kernels share: fp8_few, and query_heads of attention.
 //
 // Grid     (ceil(N/128) * k, G) blocks of 256 in clusters of any k up to 8, which split K evenly. Dynamic shared memory for TOK tokens, with
-//          g = 4*ceil(ceil(K/128)/k) groups: 16384*(TOK == 1 ? 4 : 5) + g*(36*TOK + 16) + max(128, 48*TOK), plain tokens
-//          g*(68*TOK + 16)
+//          g = 4*ceil(ceil(K/128)/k) groups: 16384*r + g*(36*TOK + 16) + max(128, 48*TOK), r = X::STAGES;
+//          plain tokens g*(68*TOK + 16)
 #pragma once
 #include "cluster.cuh"
 #include "few_sm90.cuh"
 
-// Stages of a ring: with one token three blocks share a multiprocessor, with more of them two.
-template <int TOK>
-constexpr int STAGES = TOK == 1 ? 4 : 5;
-
 // `load` fills tokens of kind X for this block's groups.
 template <typename X, typename Load>
 __device__ __forceinline__ void few(Load load, const uint8_t* w, const uint8_t* s, bf16* y, int M, int N, int K) {
-    constexpr int TOK = X::TOKENS, NS = STAGES<TOK>;
+    constexpr int TOK = X::TOKENS, NS = X::STAGES;
     extern __shared__ __align__(128) uint8_t smem[];
     int tid = threadIdx.x, parts = cluster_size(), row0 = blockIdx.x / parts * 128, rank = blockIdx.x % parts, G = K >> 5;
     int total = (K + 127) >> 7, first = total * rank / parts, count = total * (rank + 1) / parts - first;

@@ -87,7 +87,8 @@ __device__ __forceinline__ void lane_codes(const uint4& a, const uint4& c, uint4
 // Rows of scales are padded to 4 above a multiple of 16: the lanes of a quad read four of every second row at once.
 template <int TOK>
 struct Tokens {
-    static constexpr int TOKENS = TOK;
+    // Stages of a ring: one token lets three blocks share a multiprocessor, and the copies of more would delay the codes of sixteen.
+    static constexpr int TOKENS = TOK, STAGES = TOK == 8 ? 5 : 4;
     uint8_t* b;
     float* sx;  // [TOK][ld]
     int gp;     // groups, rounded up to whole stages
@@ -168,7 +169,7 @@ struct RawToken : Tokens<1> {
 // largest value into 2^14 ..: f16 then has every bf16 value exactly down to 2^-31 of the largest, and a sum in f32 does not tell the others from 0.
 template <int TOK>
 struct PlainTokens {
-    static constexpr int TOKENS = TOK;
+    static constexpr int TOKENS = TOK, STAGES = TOK == 1 ? 4 : 5;
     uint8_t* b;
     float* sx;  // [TOK][ld]
     int gp, ld;

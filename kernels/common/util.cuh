@@ -7,11 +7,21 @@
 // For a kernel that begins while the one ahead of it still runs (`OVERLAPPING` in src/lib.rs): waits until that has ended and what it wrote is
 // there, then lets the kernel behind begin. Before this, a kernel may read what no kernel of a step writes (weights) and nothing else, and
 // writes nothing: memory passes from kernel to kernel. Every block comes here, so that no kernel ends before the one ahead of it.
-// (Letting the next begin at once, before the wait, puts kernel behind kernel to wait on the multiprocessors, and gains nothing, measured.)
-__device__ __forceinline__ void after_previous() {
+// (Letting the next begin at once, before the wait, puts kernel behind kernel to wait on the multiprocessors, and gains nothing, measured.
+// A kernel that waits for little and computes long may let it begin once that little is there: `begin_next`.)
+__device__ __forceinline__ void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
+}
+__device__ __forceinline__ void begin_next() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void after_previous() {
+    wait_for_previous();
+    begin_next();
 }
 
 // Weights are read once: keep them out of L1, where the activations live.

@@ -5,8 +5,8 @@
 // Layout   xc [M, K] e4m3 codes and xs [M, K/32] e8m0 (act_quant), or x [M, G*K], gate, up [K] bf16; w [G, N, K] u8, s [G, ceil(N/32), K/32] u8,
 //          y [M, G*N] bf16
 // Grid     (ceil(N/128) * k, G) blocks of 256 in clusters of any k up to 8, which split K evenly; suffix _mB: up to B tokens.
-//          Dynamic shared memory, with g = 4*ceil(ceil(K/128)/k) groups: 16384*(B == 1 ? 4 : 5) + g*(36*B + 16) + max(128, 48*B), plain
-//          g*(68*B + 16)
+//          Dynamic shared memory, with g = 4*ceil(ceil(K/128)/k) groups: 16384*r + g*(36*B + 16) + max(128, 48*B), r = 5 for B = 8, else 4;
+//          plain g*(68*B + 16), r = 4 for B = 1, else 5
 // Numerics common/few_sm90.cuh; the k parts are added in order
 // Checked  tests_cuda/check.cu
 #include "../common/few_product.cuh"

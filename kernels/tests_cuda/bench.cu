@@ -199,23 +199,25 @@ static void bench_hc() {
     int dim = 5120;
     for (int T : {1, 4, 64, 256, 4096}) {
         if (g_size && T != g_size) continue;
-        int sets = T == 4096 ? 1 : 8, per = T <= 4 ? 1 : 8, groups = (T + per - 1) / per, slices = T == 1 ? 80 : 40;
         bool one = T <= 4;
+        int sets = T == 4096 ? 1 : 8, slices = one ? 80 : 40;
         auto x = rand_bf16((size_t)T * dim), res = rand_bf16((size_t)T * 4 * dim), w = rand_bf16(dim);
         auto fn = make<Dev<float>>(sets, [&] { return rand_f32((size_t)24 * 4 * dim, 0.05f); });
         auto scale = rand_f32(3), base = rand_f32(24), cin = rand_f32((size_t)T * 24);
         Dev<bf16> stream((size_t)T * 4 * dim), out((size_t)T * dim), fake((size_t)T * dim), y((size_t)T * dim);
-        Dev<float> coef((size_t)T * 24), part((size_t)T * slices * 32);
-        Dev<uint32_t> cnt(groups);
-        cnt.zero();
+        Dev<float> coef((size_t)T * 24), part((size_t)T * slices * 40);
+        y.zero();
+        part.zero();
         auto finish = [&](int slices) {
             launch("hyperconn/hc_step:hc_finish", dim3(T), 128, 0, part.p, y.p, scale.p, base.p, w.p, coef.p, out.p, fake.p, (uint8_t*)nullptr, (uint8_t*)nullptr, slices, dim, 20, 1e-6f, 1e-20f);
         };
         double bytes = (double)T * dim * 2 * (1 + 4 + 4 + 2);
         if (T < 1000) {
             double us = graph_us([&](int i) {
-                launch(T == 1 ? "hyperconn/hc_step:hc_step_few" : "hyperconn/hc_step", dim3(slices, groups), 256, 0, x.p, res.p, cin.p + 4, cin.p + 8, cin.p, fn[i % sets].p, scale.p, base.p, w.p, stream.p, coef.p, out.p, fake.p, (uint8_t*)nullptr, (uint8_t*)nullptr, y.p, part.p,
-                       one ? cnt.p : nullptr, T, dim, per, 24, 20, 1e-6f, 1e-20f);
+                if (one)
+                    launch("hyperconn/hc_few:hc_step_few", dim3(slices + 1 + (dim + 1023) / 1024, T), 128, 0, x.p, res.p, cin.p + 4, cin.p + 8, cin.p, fn[i % sets].p, scale.p, base.p, w.p, stream.p, coef.p, out.p, fake.p, (uint8_t*)nullptr,
+                           (uint8_t*)nullptr, y.p, part.p, dim, 24, 20, 1e-6f, 1e-20f);
+                else launch("hyperconn/hc_step", dim3(slices, (T + 7) / 8), 256, 0, x.p, res.p, cin.p + 4, cin.p + 8, cin.p, fn[i % sets].p, stream.p, y.p, part.p, T, dim, 8, 24);
                 if (!one) finish(slices);
             });
             row("hc_step", fmt("T%d", T), us, 24.0 * 4 * dim * 4 + bytes, 2.0 * T * 24 * 4 * dim);

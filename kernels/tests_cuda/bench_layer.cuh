@@ -14,9 +14,9 @@ static void bench_layer() {
     auto norm = rand_bf16(dim), kv = rand_bf16((size_t)rows * D), a = rand_bf16(dim), b = rand_bf16(dim), stream = rand_bf16(4 * dim), stream2 = rand_bf16(4 * dim), out = rand_bf16(dim), x = rand_bf16(dim);
     auto coef = rand_f32(24), coef2 = rand_f32(24);
     Dev<bf16> y(dim), lat(1792), q(32768), o(32768), mid(8192), both(4608), shared(dim), h(6 * inter), kvrow(512);
-    Dev<float> part(80 * 32), logits(E), gw(k);
-    Dev<uint32_t> cnt(4), gcnt(1), turns(32), chosen(k);
-    cnt.zero(); gcnt.zero(); turns.zero();
+    Dev<float> part(80 * 40), logits(E), gw(k);
+    Dev<uint32_t> gcnt(1), turns(32), chosen(k);
+    y.zero(); part.zero(); gcnt.zero(); turns.zero();
     std::vector<int> idx(n);
     for (auto& v : idx) v = pick(0, rows - 1);
     Dev<int> list(idx), slot(std::vector<int>{5});
@@ -28,7 +28,7 @@ static void bench_layer() {
         launch_as({ks, false, g_overlap}, "quant/fp8_few_sm90:fp8_few_raw_m1", dim3((N + 127) / 128 * ks), 256, few_smem(K, ks, 1, false), from, f.w[i % sets].p, f.s[i % sets].p, to, 1, N, K);
     };
     auto hcs_step = [&](int i, bf16* sub, bf16* from, float* c, bf16* to, float* co) {
-        launch("hyperconn/hc_step:hc_step_few", dim3(80, 1), 256, 0, sub, from, c + 4, c + 8, c, fn[i % (2 * sets)].p, scale.p, base.p, norm.p, to, co, x.p, no, nob, nob, y.p, part.p, cnt.p, 1, dim, 1, 24, 20, 1e-6f, 1e-20f);
+        launch("hyperconn/hc_few:hc_step_few", dim3(86, 1), 128, 0, sub, from, c + 4, c + 8, c, fn[i % (2 * sets)].p, scale.p, base.p, norm.p, to, co, x.p, no, nob, nob, y.p, part.p, dim, 24, 20, 1e-6f, 1e-20f);
     };
     Attn attn = {1, H, D, 1, true, false, {angles.p, angles.p, 64}, {kvrow.p, slot.p, kv.p}, 16};
     using Part = std::pair<const char*, std::function<void(int)>>;

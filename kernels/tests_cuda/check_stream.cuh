@@ -28,21 +28,21 @@ static void sinkhorn_host(const double* m, const float* sc, const float* b, int 
     for (int i = 0; i < 16; ++i) out[8 + i] = c[i];
 }
 
-static void check_hc_step(int T, int dim, int per, bool counter, bool post) {
-    bool few = counter && T != 2;
-    int slices = few ? (dim + 63) / 64 : (dim + 127) / 128, iters = 20, ld = 24;
+static void check_hc_step(int T, int dim, int per, bool one, bool post) {
+    int slices = one ? (dim + 63) / 64 : (dim + 127) / 128, iters = 20, ld = 24;
     auto x = rand_bf16((size_t)T * dim), res = rand_bf16((size_t)T * 4 * dim), w = rand_bf16(dim);
     auto fn = rand_f32((size_t)24 * 4 * dim, 0.05f), scale = rand_f32(3, 1.0f), base = rand_f32(24, 1.0f), cin = rand_f32((size_t)T * 24, 1.0f);
     Dev<bf16> stream((size_t)T * 4 * dim), out((size_t)T * dim), fake((size_t)T * dim), y((size_t)T * dim);
-    Dev<float> coef((size_t)T * 24), part((size_t)T * slices * 32);
-    int groups = (T + per - 1) / per;
-    Dev<uint32_t> cnt(groups);
-    cnt.zero();
-    for (int again = 0; again < 2; ++again) {
-        launch(few ? "hyperconn/hc_step:hc_step_few" : "hyperconn/hc_step", dim3(slices, groups), 256, 0, post ? x.p : nullptr, res.p, cin.p + 4, cin.p + 8, cin.p, fn.p, scale.p, base.p, w.p, stream.p, coef.p, out.p, fake.p, (uint8_t*)nullptr, (uint8_t*)nullptr, y.p,
-               part.p, counter ? cnt.p : nullptr, T, dim, per, ld, iters, 1e-6f, 1e-20f);
-        if (!counter)
-            launch("hyperconn/hc_step:hc_finish", dim3(T), 128, 0, part.p, y.p, scale.p, base.p, w.p, coef.p, out.p, fake.p, (uint8_t*)nullptr, (uint8_t*)nullptr, slices, dim, iters, 1e-6f, 1e-20f);
+    Dev<float> coef((size_t)T * 24), part((size_t)T * slices * (one ? 40 : 32));
+    if (one) { y.zero(); part.zero(); }
+    for (int again = 0; again < 20; ++again) {
+        if (one) {
+            launch("hyperconn/hc_few:hc_step_few", dim3(slices + 1 + (dim + 1023) / 1024, T), 128, 0, post ? x.p : nullptr, res.p, cin.p + 4, cin.p + 8, cin.p, fn.p, scale.p, base.p, w.p, stream.p, coef.p, out.p, fake.p, (uint8_t*)nullptr,
+                   (uint8_t*)nullptr, y.p, part.p, dim, ld, iters, 1e-6f, 1e-20f);
+            continue;
+        }
+        launch("hyperconn/hc_step", dim3(slices, (T + per - 1) / per), 256, 0, post ? x.p : nullptr, res.p, cin.p + 4, cin.p + 8, cin.p, fn.p, stream.p, y.p, part.p, T, dim, per, ld);
+        launch("hyperconn/hc_step:hc_finish", dim3(T), 128, 0, part.p, y.p, scale.p, base.p, w.p, coef.p, out.p, fake.p, (uint8_t*)nullptr, (uint8_t*)nullptr, slices, dim, iters, 1e-6f, 1e-20f);
     }
     auto hx = x.get(), hr = res.get(), hw = w.get();
     auto hf = fn.get(), hs = scale.get(), hb = base.get(), hc = cin.get();
@@ -78,17 +78,27 @@ static void check_hc_step(int T, int dim, int per, bool counter, bool post) {
         }
         for (int d = 0; d < dim; ++d) wo.push_back((float)(to_f(hw[d]) * (yv[d] / sqrt(ysq / dim + 1e-20))));
     }
-    std::string shape = fmt("T%d dim %d per %d%s%s", T, dim, per, counter ? " one launch" : "", post ? "" : " no post");
+    std::string shape = fmt("T%d dim %d per %d%s%s", T, dim, per, one ? " one launch" : "", post ? "" : " no post");
+    if (one) {
+        auto zeros = [](size_t n) { return std::vector<uint32_t>(n, 0); };
+        Dev<uint32_t> left((size_t)T * dim / 2);
+        CUDA(cudaMemcpy(left.p, y.p, left.n * 4, cudaMemcpyDeviceToDevice));
+        same("hc_step y", shape + " left zero", left.get(), zeros(left.n));
+        Dev<uint32_t> parts(part.n);
+        CUDA(cudaMemcpy(parts.p, part.p, parts.n * 4, cudaMemcpyDeviceToDevice));
+        same("hc_step part", shape + " left zero", parts.get(), zeros(parts.n));
+    }
     if (post) near("hc_step stream", shape, hst, ws, ONE_ROUNDING);
     near("hc_step coef", shape, coef.get(), wc, 1e-5);
     near("hc_step out", shape, out.get(), wo, 4e-3);
     Dev<bf16> wf((size_t)T * dim);
     launch("quant/act_quant", dim3((T * dim / 8 + 255) / 256), 256, 0, out.p, (uint8_t*)nullptr, (uint8_t*)nullptr, wf.p, (int64_t)T * dim / 8);
     same("hc_step fake", shape, fake.get(), wf.get());
+    Dev<bf16> y3((size_t)T * dim);
     {
         // The form for many tokens.
         int tiles = (dim + 63) / 64, many = T % 2 ? tiles : (tiles + 2) / 3;
-        Dev<bf16> pieces((size_t)tiles * 18432), stream2((size_t)T * 4 * dim), out2((size_t)T * dim), y3((size_t)T * dim);
+        Dev<bf16> pieces((size_t)tiles * 18432), stream2((size_t)T * 4 * dim), out2((size_t)T * dim);
         Dev<float> coef2((size_t)T * 24), part2((size_t)T * many * 32);
         launch("hyperconn/hc_many:hc_split_fn", dim3(tiles * 72), 256, 0, fn.p, pieces.p, dim, (int64_t)tiles * 18432);
         launch("hyperconn/hc_many", dim3(many, (T + 63) / 64), 512, 3 * 40960 + 2 * 36864, post ? x.p : nullptr, res.p, cin.p + 4, cin.p + 8, cin.p, pieces.p, stream2.p, y3.p, part2.p, T, dim, ld);
@@ -112,18 +122,40 @@ static void check_hc_step(int T, int dim, int per, bool counter, bool post) {
     launch("hyperconn/hc_parts:hc_post", grid, 128, 0, x.p, res.p, dpo.p, dcm.p, st2.p, 4, dim, 4, 16);
     launch("hyperconn/hc_parts:hc_pre", grid, 128, 0, st2.p, dpr.p, y2.p, 4, dim, 4);
     same("hc_post", shape, st2.get(), hst);
-    same("hc_pre", shape, y2.get(), y.get());
+    same("hc_pre", shape, y2.get(), y3.get());
+    if (!one) same("hc_step y", shape, y.get(), y3.get());
     launch("hyperconn/hc_parts:hc_pre", grid, 128, 0, st2.p, (float*)nullptr, y2.p, 4, dim, 4);
     std::vector<float> mean;
     for (int t = 0; t < T; ++t)
         for (int d = 0; d < dim; ++d) { double s = 0; for (int c = 0; c < 4; ++c) s += to_f(hst[((size_t)t * 4 + c) * dim + d]); mean.push_back(s / 4); }
     near("hc_mean", shape, y2.get(), mean, ONE_ROUNDING);
 }
+// NaNs of all ones everywhere: what blocks hand on must still be told from memory that holds nothing.
+static void check_hc_broken() {
+    int T = 2, dim = 96, slices = 2;
+    std::vector<uint16_t> ones((size_t)T * 4 * dim, 0xffff);
+    Dev<uint16_t> nan(ones);
+    auto fn = rand_f32((size_t)24 * 4 * dim), scale = rand_f32(3), base = rand_f32(24), cin = rand_f32((size_t)T * 24);
+    auto w = rand_bf16(dim);
+    Dev<bf16> stream((size_t)T * 4 * dim), out((size_t)T * dim), y((size_t)T * dim);
+    Dev<float> coef((size_t)T * 24), part((size_t)T * slices * 40);
+    for (bool post : {true, false}) {
+        y.zero(); part.zero(); coef.zero(); out.zero();
+        launch("hyperconn/hc_few:hc_step_few", dim3(slices + 2, T), 128, 0, post ? (bf16*)nan.p : nullptr, (bf16*)nan.p, cin.p + 4, cin.p + 8, cin.p, fn.p, scale.p, base.p, w.p, stream.p, coef.p, out.p, (bf16*)nullptr, (uint8_t*)nullptr,
+               (uint8_t*)nullptr, y.p, part.p, dim, 24, 20, 1e-6f, 1e-20f);
+        bool broken = true;
+        for (auto v : coef.get()) broken &= v != v;
+        for (auto v : out.get()) broken &= to_f(v) != to_f(v);
+        report("hc_step_few", post ? "NaNs" : "NaNs no post", broken, broken ? "all NaN" : "a number");
+    }
+}
 static void check_hyperconn() {
+    check_hc_broken();
     check_hc_step(1, 5120, 1, true, true);
     check_hc_step(2, 96, 1, true, true);
     check_hc_step(3, 96, 1, true, true);
-    check_hc_step(3, 96, 2, true, false);
+    check_hc_step(3, 96, 1, true, false);
+    check_hc_step(4, 6144, 1, true, true);
     check_hc_step(37, 256, 8, false, true);
     check_hc_step(9, 5120, 4, false, true);
     check_hc_step(150, 352, 8, false, true);

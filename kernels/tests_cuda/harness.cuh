@@ -75,7 +75,7 @@ template <typename... A>
 void launch_cooperative(const std::string& path, dim3 grid, dim3 block, size_t smem, A... args) { launch_as({1, true, g_overlap}, path, grid, block, smem, args...); }
 
 // fp8_few in clusters of `ks`: its grid and shared memory.
-inline size_t few_smem(int K, int ks, int m, bool plain) { return (m == 1 ? 4 : 5) * 16384 + 4 * (((K + 127) / 128 + ks - 1) / ks) * ((plain ? 68 : 36) * m + 16) + std::max(128, 48 * m); }
+inline size_t few_smem(int K, int ks, int m, bool plain) { return (m == 1 || (m == 16 && !plain) ? 4 : 5) * 16384 + 4 * (((K + 127) / 128 + ks - 1) / ks) * ((plain ? 68 : 36) * m + 16) + std::max(128, 48 * m); }
 template <typename... A>
 void launch_few(int ks, int m, bool plain, int G, int M, int N, int K, A... args) {
     launch_as({ks, false, g_overlap}, fmt("quant/fp8_few_sm90:fp8_few_%sm%d", plain ? "plain_" : "", m), dim3((N + 127) / 128 * ks, G), 256, few_smem(K, ks, m, plain), args..., M, N, K);

@@ -20,8 +20,6 @@ use crate::{MixWeights, SinkhornParams};
 pub(super) const ONE_LAUNCH: usize = 4;
 /// Tokens up to which each block takes eight; above, the mixes go through the tensor core.
 const FEW: usize = 16;
-/// The step's kernels: for a single token the one that reads its weight from twice as many blocks.
-const STEP: [&str; 2] = ["hc_step", "hc_step_few"];
 
 /// Slices of `dim` of the step for many tokens: as few as give every multiprocessor a block of 64 tokens.
 fn slices_of_many(dev: &CudaDevice, t: usize, dim: usize) -> Result<usize> {
@@ -70,17 +68,20 @@ pub(crate) fn step(
     let (t, c, dim) = stream.dims3()?;
     supported(c == FUSED_COPIES, OP, c, "4 copies")?;
     let many = w.pieces.as_ref().filter(|_| t > FEW);
-    let (few, single) = (t <= ONE_LAUNCH, t == 1);
-    let slices = match many {
-        Some(_) => slices_of_many(dev, t, dim)?,
-        None => dim.div_ceil(if single { 64 } else { 128 }),
+    let handed = w.handed.as_ref().filter(|_| t <= ONE_LAUNCH);
+    let slices = match (handed, many) {
+        (Some(_), _) => dim.div_ceil(64),
+        (None, Some(_)) => slices_of_many(dev, t, dim)?,
+        (None, None) => dim.div_ceil(128),
     };
-    let per = if few { 1 } else { 8 };
     let coef = Out::<f32>::new(dev, t * FUSED_WIDTH)?;
-    let part = Out::<f32>::new(dev, t * slices * 32)?;
-    let y = collapse
-        .map(|_| Out::<bf16>::new(dev, t * dim))
-        .transpose()?;
+    let (mut y, mut part) = (None, None);
+    if handed.is_none() {
+        part = Some(Out::<f32>::new(dev, t * slices * 32)?);
+        y = collapse
+            .map(|_| Out::<bf16>::new(dev, t * dim))
+            .transpose()?;
+    }
     let normed = collapse
         .map(|_| Out::<bf16>::new(dev, t * dim))
         .transpose()?;
@@ -90,12 +91,18 @@ pub(crate) fn step(
         .transpose()?;
 
     let residual = Held::new(stream, OP);
-    let (func, scale, base, counter) = (
+    let (func, scale, base) = (
         Held::new(&w.func, OP),
         Held::new(&w.scale, OP),
         Held::new(&w.base, OP),
-        Held::new(&w.counter, OP),
     );
+    let (y_at, part_at) = match handed {
+        Some(handed) => (
+            Some(Held::new(&handed.y, OP).ptr::<bf16>()?),
+            Some(Held::new(&handed.part, OP).ptr::<f32>()?),
+        ),
+        None => (y.as_ref().map(Out::ptr), part.as_ref().map(Out::ptr)),
+    };
     let (mut x, mut post, mut comb) = (Ptr::NULL, Ptr::NULL, Ptr::NULL);
     if let Some(open) = &open {
         x = Held::new(open.y, OP).ptr::<bf16>()?;
@@ -114,26 +121,9 @@ pub(crate) fn step(
         pre = Held::new(copied.insert(carried), OP).start::<f32>()?;
         norm = Held::new(weight, OP).ptr::<bf16>()?;
     }
-    match many {
-        Some(pieces) => {
-            let launch = Launch::new(dev, kernels::HC_MANY, "hc_many")
-                .ptr(x)
-                .ptr(residual.ptr::<bf16>()?)
-                .ptr(post)
-                .ptr(comb)
-                .ptr(pre)
-                .ptr(Held::new(pieces, OP).ptr::<bf16>()?)
-                .maybe(next.as_ref().map(Out::ptr))
-                .maybe(y.as_ref().map(Out::ptr))
-                .ptr(part.ptr())
-                .int(t)
-                .int(dim)
-                .int(FUSED_WIDTH);
-            // SAFETY: as below, with `part` [T, slices, 32] of whole tiles of 64 columns, and 64 tokens a block.
-            unsafe { launch.launch((slices, t.div_ceil(64), 1), 512, 3 * 40_960 + 4 * PIECES)? };
-        }
-        None => {
-            let launch = Launch::new(dev, kernels::HC_STEP, STEP[usize::from(single)])
+    match (handed, many) {
+        (Some(_), _) => {
+            let launch = Launch::new(dev, kernels::HC_FEW, "hc_step_few")
                 .ptr(x)
                 .ptr(residual.ptr::<bf16>()?)
                 .ptr(post)
@@ -149,20 +139,53 @@ pub(crate) fn step(
                 .ptr(Ptr::NULL)
                 .ptr(Ptr::NULL)
                 .ptr(Ptr::NULL)
-                .maybe(y.as_ref().map(Out::ptr))
-                .ptr(part.ptr())
-                .maybe(few.then(|| counter.ptr::<u32>()).transpose()?)
-                .int(t)
+                .maybe(y_at)
+                .maybe(part_at)
                 .int(dim)
-                .int(per)
                 .int(FUSED_WIDTH)
                 .int(p.iters)
                 .f32(p.eps)
                 .f32(norm_eps);
-            // SAFETY: stream and output are [T, 4, dim], coefficients [T, 24], `part` [T, slices, 32]; a block
-            // takes 128 or 64 columns of `per` tokens. The counter is zero, as every launch leaves it, and
-            // launches are ordered by the stream; without one, `hc_finish` ends the step.
-            unsafe { launch.launch((slices, t.div_ceil(per), 1), 256, 0)? };
+            // Blocks of the norm, of 1024 columns at once.
+            let norms = dim.div_ceil(1024).min(8);
+            // SAFETY: stream and output are [T, 4, dim], coefficients [T, 24], in rows of 96 bytes; what is
+            // handed on is zero, as every launch leaves it, and launches are ordered by the stream.
+            unsafe { launch.launch((slices + 1 + norms, t, 1), 128, 0)? };
+        }
+        (None, Some(pieces)) => {
+            let launch = Launch::new(dev, kernels::HC_MANY, "hc_many")
+                .ptr(x)
+                .ptr(residual.ptr::<bf16>()?)
+                .ptr(post)
+                .ptr(comb)
+                .ptr(pre)
+                .ptr(Held::new(pieces, OP).ptr::<bf16>()?)
+                .maybe(next.as_ref().map(Out::ptr))
+                .maybe(y_at)
+                .maybe(part_at)
+                .int(t)
+                .int(dim)
+                .int(FUSED_WIDTH);
+            // SAFETY: as above, with `part` [T, slices, 32] of whole tiles of 64 columns, and 64 tokens a block.
+            unsafe { launch.launch((slices, t.div_ceil(64), 1), 512, 3 * 40_960 + 4 * PIECES)? };
+        }
+        (None, None) => {
+            let launch = Launch::new(dev, kernels::HC_STEP, "hc_step")
+                .ptr(x)
+                .ptr(residual.ptr::<bf16>()?)
+                .ptr(post)
+                .ptr(comb)
+                .ptr(pre)
+                .ptr(func.ptr::<f32>()?)
+                .maybe(next.as_ref().map(Out::ptr))
+                .maybe(y_at)
+                .maybe(part_at)
+                .int(t)
+                .int(dim)
+                .int(8)
+                .int(FUSED_WIDTH);
+            // SAFETY: as above, with 128 columns of eight tokens a block.
+            unsafe { launch.launch((slices, t.div_ceil(8), 1), 256, 0)? };
         }
     }
     let step = |coef: Out<f32>, normed: Option<Out<bf16>>| -> Result<Step> {
@@ -174,12 +197,12 @@ pub(crate) fn step(
                 .transpose()?,
         })
     };
-    if few {
+    if handed.is_some() {
         return step(coef, normed);
     }
     let finish = Launch::new(dev, kernels::HC_STEP, "hc_finish")
-        .ptr(part.ptr())
-        .maybe(y.as_ref().map(Out::ptr))
+        .maybe(part_at)
+        .maybe(y_at)
         .ptr(scale.ptr::<f32>()?)
         .ptr(base.ptr::<f32>()?)
         .ptr(norm)

@@ -18,12 +18,31 @@ pub(crate) struct DeviceMix {
     pub(super) func: Tensor,
     /// `func` as three bf16 pieces that add up to it, laid out for many tokens.
     pub(super) pieces: Option<Tensor>,
-    /// `[ONE_LAUNCH]` u32, zero between launches.
-    pub(super) counter: Tensor,
+    /// What a step of few tokens hands from block to block, for streams that [`step`] serves.
+    pub(super) handed: Option<Handed>,
     /// `[3]`
     pub(super) scale: Tensor,
     /// `[(2+C)C]`
     pub(super) base: Tensor,
+}
+
+/// Memory that is zero between launches: a value that is not says itself that it has come.
+#[derive(Debug, Clone)]
+pub(super) struct Handed {
+    /// `[ONE_LAUNCH, dim]` bf16
+    pub(super) y: Tensor,
+    /// `[ONE_LAUNCH, slices, 40]` f32, slices of 64 columns
+    pub(super) part: Tensor,
+}
+
+impl Handed {
+    fn new(dim: usize, device: &Device) -> Result<Self> {
+        let part = (ONE_LAUNCH, dim.div_ceil(64), 40);
+        Ok(Self {
+            y: Tensor::zeros((ONE_LAUNCH, dim), DType::BF16, device)?,
+            part: Tensor::zeros(part, DType::F32, device)?,
+        })
+    }
 }
 
 impl DeviceMix {
@@ -34,10 +53,11 @@ impl DeviceMix {
         }
         let shape = [weights.func.rows(), weights.func.cols()];
         let func = Tensor::from_raw_buffer(weights.func.bytes(), DType::F32, &shape, device)?;
-        let fused = shape[0] == FUSED_WIDTH && fuses(FUSED_COPIES, shape[1] / FUSED_COPIES);
+        let dim = shape[1] / FUSED_COPIES;
+        let fused = shape[0] == FUSED_WIDTH && fuses(FUSED_COPIES, dim);
         Ok(Some(Self {
             pieces: fused.then(|| split_fn(&func)).transpose()?,
-            counter: Tensor::zeros(ONE_LAUNCH, DType::U32, device)?,
+            handed: fused.then(|| Handed::new(dim, device)).transpose()?,
             func,
             scale: Tensor::from_slice(&weights.scale, 3, device)?,
             base: Tensor::from_slice(&weights.base, weights.base.len(), device)?,

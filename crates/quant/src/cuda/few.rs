@@ -28,28 +28,31 @@ struct Few {
     names: [&'static str; 2],
     /// Blocks that share a tile, most of them.
     split: usize,
-    /// Bytes of the rings of weights.
-    ring: usize,
+    /// Stages of the rings of weights, for tokens as codes, and as they are.
+    stages: [usize; 2],
 }
+
+/// Bytes of a stage of a block's rings.
+const STAGE: usize = 16_384;
 
 const FEW_FORMS: [Few; 3] = [
     Few {
         tokens: 1,
         names: ["fp8_few_m1", "fp8_few_plain_m1"],
         split: 6,
-        ring: 4 * 16_384,
+        stages: [4, 4],
     },
     Few {
         tokens: 8,
         names: ["fp8_few_m8", "fp8_few_plain_m8"],
         split: 5,
-        ring: 5 * 16_384,
+        stages: [5, 5],
     },
     Few {
         tokens: FEW,
         names: ["fp8_few_m16", "fp8_few_plain_m16"],
         split: 5,
-        ring: 5 * 16_384,
+        stages: [4, 5],
     },
 ];
 
@@ -94,7 +97,7 @@ impl FewPlan {
             k,
             groups: 1,
         };
-        Self::of(dev, (module, name), sizes, (&FEW_FORMS[0], 36), beside)
+        Self::of(dev, (module, name), sizes, (&FEW_FORMS[0], false), beside)
     }
 
     /// A tile of 128 rows is shared by as many blocks as all are at work at once: another round of blocks
@@ -104,13 +107,16 @@ impl FewPlan {
         dev: &CudaDevice,
         (module, name): (Module, &'static str),
         Sizes { n, k, groups, .. }: Sizes,
-        (form, token): (&Few, usize),
+        (form, plain): (&Few, bool),
         beside: usize,
     ) -> Result<Self> {
         let (tiles, stages) = (n.div_ceil(128), k.div_ceil(128));
         let shared = |split: usize| {
             let groups = 4 * stages.div_ceil(split);
-            form.ring + groups * (token * form.tokens + 16) + (48 * form.tokens).max(128)
+            let token = if plain { 68 } else { 36 };
+            form.stages[usize::from(plain)] * STAGE
+                + groups * (token * form.tokens + 16)
+                + (48 * form.tokens).max(128)
         };
         let at_once = |split: usize| {
             let block = (256, shared(split));
@@ -153,9 +159,9 @@ fn plan(dev: &CudaDevice, sizes: Sizes, reads: Reads) -> Result<(&'static str, F
         Reads::Raw => "fp8_few_raw_m1",
         Reads::Swiglu => "fp8_few_swiglu_m1",
     };
-    let token = if reads == Reads::Plain { 68 } else { 36 };
+    let plain = reads == Reads::Plain;
     let kernel = (kernels::FP8_FEW_SM90, name);
-    Ok((name, FewPlan::of(dev, kernel, sizes, (form, token), 0)?))
+    Ok((name, FewPlan::of(dev, kernel, sizes, (form, plain), 0)?))
 }
 
 /// fp8 weights and few tokens on Hopper: codes on both sides, widened to f16 on the way to the tensor core,
