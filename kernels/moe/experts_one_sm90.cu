@@ -26,8 +26,12 @@
 
 // Warps that multiply and that quantise; with those that fetch and that add up they are whole fours, by which registers are handed over.
 constexpr int WARPS = 20, QUANTISERS = 2, THREADS = 32 * (WARPS + QUANTISERS + 2);
-// Stages of the ring at most; sums of a stage; eights of the result's rows that a block has at once; experts of a token.
+// Stages of the ring at most, and steps whose sums there is room for; sums of a step; eights of the result's rows that a block has at once;
+// experts of a token.
 constexpr int STAGES = 8, PART = WARPS * 16, ROUND = 16, SLOTS = 32;
+// Barriers of the block's: of all, of warps that multiply, of the others, and of each step's sums.
+constexpr int MULTIPLYING = 1, OTHERS = 2, SUMMED = 3;
+__device__ __forceinline__ void arrive_named(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
 // Reads by address. The compiler makes a pointer to shared memory anew wherever it is used; an address it does not know the origin of stays
 // in its register.
@@ -35,10 +39,11 @@ __device__ __forceinline__ void keep(uint32_t& address) { asm volatile("" : "+r"
 __device__ __forceinline__ void load_shared16(uint32_t (&v)[4], uint32_t at) {
     asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(at));
 }
-__device__ __forceinline__ uint32_t load_shared2(uint32_t at) {
-    uint16_t v;
-    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at));
-    return v;
+// An e8m0 scale (byte 0 reads as 0, byte 255 as inf).
+__device__ __forceinline__ float load_scale(uint32_t at) {
+    uint32_t v;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(at));
+    return __uint_as_float(v << 23);
 }
 
 // Four values as e4m3 codes of themselves times inv, a byte each.
@@ -83,12 +88,14 @@ struct Operand {
     // those of the row to sum, from the lane's first group on.
     __device__ __forceinline__ float multiply(uint32_t codes, uint32_t eight, uint32_t scales) const {
         bool low = (threadIdx.x & 2) == 0;
-        uint32_t lo[2][4], hi[2][4], f[2];
+        uint32_t lo[2][4], hi[2][4];
+        float f[2][2];
 #pragma unroll
         for (int s = 0; s < 2; ++s) {
             load_shared16(lo[s], codes + s * 64);
             load_shared16(hi[s], codes + eight + s * 64);
-            f[s] = load_shared2(scales + s * 4);
+            f[s][0] = load_scale(scales + s * 4);
+            f[s][1] = load_scale(scales + s * 4 + 1);
         }
         float d[2][4] = {}, sum = 0.0f;
 #pragma unroll
@@ -104,17 +111,16 @@ struct Operand {
         }
 #pragma unroll
         for (int s = 0; s < 2; ++s) {
-            sum += (low ? d[s][0] : d[s][2]) * (scale_byte(f[s], 0) * scale[s].x);
-            sum += (low ? d[s][1] : d[s][3]) * (scale_byte(f[s], 1) * scale[s].y);
+            sum += (low ? d[s][0] : d[s][2]) * (f[s][0] * scale[s].x);
+            sum += (low ? d[s][1] : d[s][3]) * (f[s][1] * scale[s].y);
         }
         return sum + __shfl_xor_sync(FULL, sum, 1);
     }
 };
 
-// What a block does of a half: tiles, `teams` of them at a time, each by `sharing` warps.
+// How a block takes a half: `teams` tiles at a time, each by `sharing` warps.
 struct Half {
-    int K, sharing, teams, tiles;
-    __device__ __forceinline__ Half(int K, int most, int tiles) : K(K), sharing(min(K >> 8, WARPS)), teams(min(WARPS / sharing, most / K)), tiles(tiles) {}
+    int K, sharing, teams;
     // Codes of 16 rows, then their scales.
     __device__ __forceinline__ int bytes() const { return K * 17 / 2; }
 };
@@ -154,15 +160,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_one(const bf16*
     __shared__ float factors[SLOTS], sums[ROUND][8];
     __shared__ __align__(16) bf16 common[ROUND][8];
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, grid = gridDim.x, most = max(dim, inter), slot = most * 17 / 2;
-    uint32_t dynamic;
-    asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(dynamic));
-    int stages = min(STAGES, ((int)dynamic - STAGES * PART * 4 - (dim + k * inter) / 8 * 9 - 2 * inter) / slot);
-    float* parts = reinterpret_cast<float*>(smem + stages * slot);
-    uint8_t* x_codes = smem + stages * slot + STAGES * PART * 4;
-    float* x_scales = reinterpret_cast<float*>(x_codes + dim);
-    uint8_t* h_codes = x_codes + dim / 8 * 9;
-    float* h_scales = reinterpret_cast<float*>(h_codes + k * inter);
-    uint4* raw = reinterpret_cast<uint4*>(h_codes + k * inter / 8 * 9);
+    __shared__ int quotients[8];
+    int last_octet = grid - 1 - blockIdx.x, beside = STAGES * PART * 4 + (dim + k * inter) / 8 * 9 + 2 * inter;
+    Half up = {dim, min(dim >> 8, WARPS), 1}, down = {inter, min(inter >> 8, WARPS), 1};
     uint32_t full = smem_addr(bars), done = full + 8 * STAGES, free = done + 8 * STAGES, ready = free + 8 * STAGES;
     // One after the other within a warp: each has a few.
     if (lane == 0) {
@@ -171,61 +171,79 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_one(const bf16*
             mbar_init(done + 8 * warp, WARPS);
             mbar_init(free + 8 * warp, 1);
         }
-        for (int i = warp; i < k; i += THREADS / 32) mbar_init(ready + 8 * i, QUANTISERS);
+        for (int i = warp; i < k; i += THREADS / 32) mbar_init(ready + 8 * i, 32 * QUANTISERS);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
-    // Units and rows are dealt from opposite ends: blocks that have fewer of the one have more of the other.
-    int units = inter >> 3, last_octet = grid - 1 - blockIdx.x, octets = max(0, ((dim >> 3) - last_octet + grid - 1) / grid);
-    Half up(dim, most, 0), down(inter, most, 0);
+    // Divisions take a while: one warp makes all at once.
+    if (warp == WARPS) {
+        uint32_t dynamic, over = 1, under = 1;
+        asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(dynamic));
+        if (lane == 0) { over = dynamic - beside; under = slot; }
+        if (lane == 1) { over = max(0, (dim >> 3) - last_octet + grid - 1); under = grid; }
+        if (lane == 2) { over = most; under = min(dim, inter); }
+        if (lane == 3) { over = WARPS; under = up.sharing; }
+        if (lane == 4) { over = WARPS; under = down.sharing; }
+        if (lane == 5) { over = 65536; under = up.sharing; }
+        if (lane == 6) { over = 65536; under = down.sharing; }
+        if (lane < 8) quotients[lane] = over / under;
+    }
     __syncthreads();
+    int stages = min(STAGES, quotients[0]), octets = quotients[1];
+    // Smaller tiles than the ring is made for: as many as there are warps and room for.
+    (dim < inter ? up : down).teams = quotients[2];
+    up.teams = min(up.teams, quotients[3]);
+    down.teams = min(down.teams, quotients[4]);
+    float* parts = reinterpret_cast<float*>(smem + stages * slot);
+    uint8_t* x_codes = smem + stages * slot + STAGES * PART * 4;
+    float* x_scales = reinterpret_cast<float*>(x_codes + dim);
+    uint8_t* h_codes = x_codes + dim / 8 * 9;
+    float* h_scales = reinterpret_cast<float*>(h_codes + k * inter);
+    uint4* raw = reinterpret_cast<uint4*>(h_codes + k * inter / 8 * 9);
     after_previous();
     int id = lane < k ? (int)min(experts[lane] - first, 0x7fffffffu) : 0x7fffffff;
     float weight = warp == WARPS && lane < k ? weights[lane] : 0.0f;
     int n = __popc(__ballot_sync(FULL, id < n_local)), pairs = max(1, (n + 1) >> 1);
-    up.tiles = max(0, (n * units - (int)blockIdx.x + grid - 1) / grid);
-    down.tiles = octets * pairs;
-    int stage = 0, parity = 0;
-    auto advance = [&] {
-        if (++stage == stages) { stage = 0; parity ^= 1; }
-    };
+    // Tiles from the block's first on, and how far apart its are. Units and rows are dealt from opposite ends: blocks that have fewer of the
+    // one have more of the other.
+    int units = inter >> 3, up_tiles = n * units - blockIdx.x, down_tiles = octets * pairs;
 
     if (warp < WARPS) {
         registers_up<88>();
         for (int s = warp; s < dim >> 8; s += WARPS) quantise256(reinterpret_cast<const uint4*>(xs)[s * 32 + lane], x_codes + s * 256, x_scales + s * 8);
-        named_barrier(1, 32 * WARPS);
+        named_barrier(MULTIPLYING, 32 * WARPS);
         int g = lane >> 2, q = lane & 3, row = q < 2 ? g : g + 8, span = stages * slot;
-        uint32_t base = smem_addr(smem), bar = full, sums_at = smem_addr(parts) + (warp * 16 + row) * 4, offset = 0;
-        keep(base);
+        uint32_t ring = smem_addr(smem), bar = full, sums_at = smem_addr(parts) + (warp * 16 + row) * 4, offset = 0, parity = 0, step = 0;
+        keep(ring);
         keep(bar);
         keep(sums_at);
         Operand x;
 #pragma unroll 1
         for (int half = 0; half < 2; ++half) {
             const Half w = half ? down : up;
-            int team = warp / w.sharing, slice = warp % w.sharing, tiles = team < w.teams ? w.tiles : 0, until = 0, pair = 0;
-            uint32_t eight = 4 * w.K, codes = base + team * w.bytes() + g * (w.K >> 1) + q * 16, scales = base + team * w.bytes() + 8 * w.K + row * (w.K >> 5) + 2 * (q & 1);
-            int tile = team;
+            // Of `left` tiles from the block's next on, those `apart` are the block's, and the warp's is `ahead` from there.
+            int stride = half ? 1 : grid, apart = w.teams * stride, team = warp * (quotients[5 + half] + 1) >> 16, slice = warp - team * w.sharing;
+            int ahead = team < w.teams ? team * stride : 1 << 30, tile = team, until = 0, pair = -1, base = 0;
+            uint32_t eight = 4 * w.K, codes = ring + team * w.bytes() + g * (w.K >> 1) + q * 16, scales = ring + team * w.bytes() + 8 * w.K + row * (w.K >> 5) + 2 * (q & 1);
 #pragma unroll 1
-            for (int left = (w.tiles + w.teams - 1) / w.teams; left; --left) {
-                if (tile < tiles) {
+            for (int left = half ? down_tiles : up_tiles; left > 0; left -= apart) {
+                if (left > ahead) {
                     float sum = 0.0f;
                     int s = slice;
                     do {
                         if (tile >= until || w.sharing < w.K >> 8) {
                             // Other columns, or other experts: the token's values for them.
                             uint32_t values = smem_addr(x_codes), factors = smem_addr(x_scales);
-                            if (half) {
+                            if (!half) {
+                                until = 1 << 30;
+                            } else {
                                 if (tile >= until) {
-                                    int round = tile / (ROUND * pairs), here = min(ROUND, octets - round * ROUND);
-                                    pair = (tile - round * ROUND * pairs) / here;
-                                    until = round * ROUND * pairs + (pair + 1) * here;
+                                    for (; tile >= until; until += min(ROUND, octets - base))
+                                        if (++pair == pairs) { pair = 0; base += ROUND; }
                                     for (int i = 2 * pair; i < min(n, 2 * pair + 2); ++i) mbar_wait(ready + 8 * i, 0);
                                 }
                                 int of = 2 * pair + (g >> 2);
                                 values = of < n ? smem_addr(h_codes) + of * inter : 0;
                                 factors = smem_addr(h_scales) + min(2 * pair + (q >> 1), k - 1) * (inter >> 3);
-                            } else {
-                                until = w.tiles;
                             }
                             x.load(values ? values + s * 256 : 0, factors + s * 32);
                         }
@@ -233,19 +251,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_one(const bf16*
                         sum += x.multiply(codes + offset + s * 128, eight, scales + offset + s * 8);
                         s += w.sharing;
                     } while (s < w.K >> 8);
-                    if (!(q & 1)) asm volatile("st.shared.f32 [%0], %1;" ::"r"(sums_at), "f"(sum) : "memory");
+                    if (!(q & 1)) asm volatile("st.shared.f32 [%0], %1;" ::"r"(sums_at + step * (PART * 4)), "f"(sum) : "memory");
                 } else {
                     mbar_wait(bar, parity);
                 }
                 __syncwarp();
                 if (lane == 0) mbar_arrive(bar + 8 * STAGES);
+                arrive_named(SUMMED + step, 32 * (WARPS + 1));
+                step = (step + 1) % STAGES;
                 tile += w.teams;
                 bar += 8;
-                sums_at += PART * 4;
                 offset += slot;
                 if (offset == span) {
                     bar -= 8 * stages;
-                    sums_at -= stages * PART * 4;
                     offset = 0;
                     parity ^= 1;
                 }
@@ -265,10 +283,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_one(const bf16*
                 factors[rank] = weight;
             }
             __syncwarp();
+            arrive_named(OTHERS, 32 * (QUANTISERS + 2));
             // Lanes 0 .. 3 have the two pieces of codes and of scales fetched.
             int which = lane & 1;
             bool scales = lane & 2;
-            auto fetch = [&](const Half& w, const uint8_t* from, int t, int of, int eight) {
+            auto fetch = [&](const Half& w, int stage, const uint8_t* from, int t, int of, int eight) {
                 if (lane >= 4 || of >= n) return;
                 uint32_t bar = full + 8 * stage, bytes = scales ? w.K >> 2 : w.K * 4;
                 asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
@@ -276,34 +295,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_one(const bf16*
             };
             UpWalk at(blockIdx.x, units, grid);
             DownWalk to(octets, pairs);
-            int filled = 0;
+            int step = 0, stage = 0, parity = 0;
 #pragma unroll 1
             for (int half = 0; half < 2; ++half) {
                 const Half w = half ? down : up;
                 const uint8_t* from = scales ? (half ? s2 : which ? s3 : s1) : (half ? w2 : which ? w3 : w1);
 #pragma unroll 1
-                for (int tile = 0; tile < w.tiles;) {
-                    if (filled == stages) mbar_wait(free + 8 * stage, parity ^ 1);
-                    else ++filled;
-                    for (int t = 0; t < w.teams && tile < w.tiles; ++t, ++tile) {
+                for (int left = half ? down_tiles : up_tiles, stride = half ? 1 : grid; left > 0;) {
+                    if (step >= stages) mbar_wait(done + 8 * stage, parity ^ 1);
+                    if (step >= STAGES) mbar_wait(free + 8 * (step % STAGES), step / STAGES - 1 & 1);
+                    ++step;
+                    for (int t = 0; t < w.teams && left > 0; ++t, left -= stride) {
                         if (half) {
                             int of = 2 * to.pair + which;
-                            fetch(w, from, t, of, ours[min(of, SLOTS - 1)] * (dim >> 3) + last_octet + (to.base + to.at) * grid);
+                            fetch(w, stage, from, t, of, ours[min(of, SLOTS - 1)] * (dim >> 3) + last_octet + (to.base + to.at) * grid);
                             to.next();
                         } else {
-                            fetch(w, from, t, at.of, ours[at.of] * units + at.unit);
+                            fetch(w, stage, from, t, at.of, ours[at.of] * units + at.unit);
                             at.next();
                         }
                     }
                     __syncwarp();
                     if (lane == 0) mbar_arrive(full + 8 * stage);
-                    advance();
+                    if (++stage == stages) { stage = 0; parity ^= 1; }
                 }
             }
         } else if (warp <= WARPS + QUANTISERS) {
             // An expert's units are there when its count's upper half is another than now; no block comes to that before this has been read.
             uint32_t count = lane < k ? load_acquire(counter + lane) : 0;
-            named_barrier(2, 32 * (QUANTISERS + 1));
+            named_barrier(OTHERS, 32 * (QUANTISERS + 2));
             int self = 32 * (warp - WARPS - 1);
             for (int i = 0; i < n; ++i) {
                 uint32_t before = __shfl_sync(FULL, count, i) >> 16;
@@ -324,12 +344,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_one(const bf16*
 #pragma unroll
                     for (int u = 0; u < 3; ++u) quantise256(v[u], h_codes + i * inter + j[u] * 8, h_scales + (i * inter >> 5) + j[u] / 4);
                 }
-                __syncwarp();
-                if (lane == 0) mbar_arrive(ready + 8 * i);
+                mbar_arrive(ready + 8 * i);
             }
         } else {
-            int passed = 0;
-            named_barrier(2, 32 * (QUANTISERS + 1));
+            int passed = 0, step = 0;
+            named_barrier(OTHERS, 32 * (QUANTISERS + 2));
             // There are no more units here of experts before `to`. All that come add up to 2^16.
             uint32_t share = blockIdx.x == 0 ? 0x10001u - grid : 1;
             auto pass = [&](int to) {
@@ -344,20 +363,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_one(const bf16*
             for (int half = 0; half < 2; ++half) {
                 const Half w = half ? down : up;
 #pragma unroll 1
-                for (int first = 0; first < w.tiles; first += w.teams) {
-                    mbar_wait(done + 8 * stage, parity);
+                for (int left = half ? down_tiles : up_tiles, stride = half ? 1 : grid; left > 0;) {
+                    named_barrier(SUMMED + step, 32 * (WARPS + 1));
 #pragma unroll 1
-                    for (int t = 0; t < w.teams; ++t) {
-                        int tile = first + t;
-                        bool there = tile < w.tiles;
+                    for (int t = 0; t < w.teams; ++t, left -= stride) {
+                        bool there = left > 0;
                         float v = 0.0f;
                         if (there) {
-                            const float* p = parts + stage * PART + t * w.sharing * 16 + (lane & 15);
+                            const float* p = parts + step * PART + t * w.sharing * 16 + (lane & 15);
                             for (int s = lane >> 4; s < w.sharing; s += 2) v += p[s * 16];
                         }
                         if (t == w.teams - 1) {
                             __syncwarp();
-                            if (lane == 0) mbar_arrive(free + 8 * stage);
+                            if (lane == 0) mbar_arrive(free + 8 * step);
                         }
                         if (there) {
                             v = round_bf16(v + __shfl_xor_sync(FULL, v, 16));
@@ -385,7 +403,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_one(const bf16*
                         }
                         if (half) to.next();
                     }
-                    advance();
+                    step = (step + 1) % STAGES;
                 }
             }
         }
