@@ -26,12 +26,8 @@
 
 // Warps that multiply and that quantise; with those that fetch and that add up they are whole fours, by which registers are handed over.
 constexpr int WARPS = 20, QUANTISERS = 2, THREADS = 32 * (WARPS + QUANTISERS + 2);
-// Stages of the ring at most, and steps whose sums there is room for; sums of a step; eights of the result's rows that a block has at once;
-// experts of a token.
+// Stages of the ring at most; sums of a stage; eights of the result's rows that a block has at once; experts of a token.
 constexpr int STAGES = 8, PART = WARPS * 16, ROUND = 16, SLOTS = 32;
-// Barriers of the block's: of all, of warps that multiply, of the others, and of each step's sums.
-constexpr int MULTIPLYING = 1, OTHERS = 2, SUMMED = 3;
-__device__ __forceinline__ void arrive_named(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
 // Reads by address. The compiler makes a pointer to shared memory anew wherever it is used; an address it does not know the origin of stays
 // in its register.
@@ -171,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_one(const bf16*
             mbar_init(done + 8 * warp, WARPS);
             mbar_init(free + 8 * warp, 1);
         }
-        for (int i = warp; i < k; i += THREADS / 32) mbar_init(ready + 8 * i, 32 * QUANTISERS);
+        for (int i = warp; i < k; i += THREADS / 32) mbar_init(ready + 8 * i, QUANTISERS);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     // Divisions take a while: one warp makes all at once.
@@ -206,13 +202,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_one(const bf16*
     // Tiles from the block's first on, and how far apart its are. Units and rows are dealt from opposite ends: blocks that have fewer of the
     // one have more of the other.
     int units = inter >> 3, up_tiles = n * units - blockIdx.x, down_tiles = octets * pairs;
+    int stage = 0, parity = 0;
+    auto advance = [&] {
+        if (++stage == stages) { stage = 0; parity ^= 1; }
+    };
 
     if (warp < WARPS) {
         registers_up<88>();
         for (int s = warp; s < dim >> 8; s += WARPS) quantise256(reinterpret_cast<const uint4*>(xs)[s * 32 + lane], x_codes + s * 256, x_scales + s * 8);
-        named_barrier(MULTIPLYING, 32 * WARPS);
+        named_barrier(1, 32 * WARPS);
         int g = lane >> 2, q = lane & 3, row = q < 2 ? g : g + 8, span = stages * slot;
-        uint32_t ring = smem_addr(smem), bar = full, sums_at = smem_addr(parts) + (warp * 16 + row) * 4, offset = 0, parity = 0, step = 0;
+        uint32_t ring = smem_addr(smem), bar = full, sums_at = smem_addr(parts) + (warp * 16 + row) * 4, offset = 0;
         keep(ring);
         keep(bar);
         keep(sums_at);
@@ -251,19 +251,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_one(const bf16*
                         sum += x.multiply(codes + offset + s * 128, eight, scales + offset + s * 8);
                         s += w.sharing;
                     } while (s < w.K >> 8);
-                    if (!(q & 1)) asm volatile("st.shared.f32 [%0], %1;" ::"r"(sums_at + step * (PART * 4)), "f"(sum) : "memory");
+                    if (!(q & 1)) asm volatile("st.shared.f32 [%0], %1;" ::"r"(sums_at), "f"(sum) : "memory");
                 } else {
                     mbar_wait(bar, parity);
                 }
                 __syncwarp();
                 if (lane == 0) mbar_arrive(bar + 8 * STAGES);
-                arrive_named(SUMMED + step, 32 * (WARPS + 1));
-                step = (step + 1) % STAGES;
                 tile += w.teams;
                 bar += 8;
+                sums_at += PART * 4;
                 offset += slot;
                 if (offset == span) {
                     bar -= 8 * stages;
+                    sums_at -= stages * PART * 4;
                     offset = 0;
                     parity ^= 1;
                 }
@@ -283,11 +283,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_one(const bf16*
                 factors[rank] = weight;
             }
             __syncwarp();
-            arrive_named(OTHERS, 32 * (QUANTISERS + 2));
             // Lanes 0 .. 3 have the two pieces of codes and of scales fetched.
             int which = lane & 1;
             bool scales = lane & 2;
-            auto fetch = [&](const Half& w, int stage, const uint8_t* from, int t, int of, int eight) {
+            auto fetch = [&](const Half& w, const uint8_t* from, int t, int of, int eight) {
                 if (lane >= 4 || of >= n) return;
                 uint32_t bar = full + 8 * stage, bytes = scales ? w.K >> 2 : w.K * 4;
                 asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
@@ -295,35 +294,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_one(const bf16*
             };
             UpWalk at(blockIdx.x, units, grid);
             DownWalk to(octets, pairs);
-            int step = 0, stage = 0, parity = 0;
+            int filled = 0;
 #pragma unroll 1
             for (int half = 0; half < 2; ++half) {
                 const Half w = half ? down : up;
                 const uint8_t* from = scales ? (half ? s2 : which ? s3 : s1) : (half ? w2 : which ? w3 : w1);
 #pragma unroll 1
                 for (int left = half ? down_tiles : up_tiles, stride = half ? 1 : grid; left > 0;) {
-                    if (step >= stages) mbar_wait(done + 8 * stage, parity ^ 1);
-                    if (step >= STAGES) mbar_wait(free + 8 * (step % STAGES), step / STAGES - 1 & 1);
-                    ++step;
+                    if (filled == stages) mbar_wait(free + 8 * stage, parity ^ 1);
+                    else ++filled;
                     for (int t = 0; t < w.teams && left > 0; ++t, left -= stride) {
                         if (half) {
                             int of = 2 * to.pair + which;
-                            fetch(w, stage, from, t, of, ours[min(of, SLOTS - 1)] * (dim >> 3) + last_octet + (to.base + to.at) * grid);
+                            fetch(w, from, t, of, ours[min(of, SLOTS - 1)] * (dim >> 3) + last_octet + (to.base + to.at) * grid);
                             to.next();
                         } else {
-                            fetch(w, stage, from, t, at.of, ours[at.of] * units + at.unit);
+                            fetch(w, from, t, at.of, ours[at.of] * units + at.unit);
                             at.next();
                         }
                     }
                     __syncwarp();
                     if (lane == 0) mbar_arrive(full + 8 * stage);
-                    if (++stage == stages) { stage = 0; parity ^= 1; }
+                    advance();
                 }
             }
         } else if (warp <= WARPS + QUANTISERS) {
             // An expert's units are there when its count's upper half is another than now; no block comes to that before this has been read.
             uint32_t count = lane < k ? load_acquire(counter + lane) : 0;
-            named_barrier(OTHERS, 32 * (QUANTISERS + 2));
+            named_barrier(2, 32 * (QUANTISERS + 1));
             int self = 32 * (warp - WARPS - 1);
             for (int i = 0; i < n; ++i) {
                 uint32_t before = __shfl_sync(FULL, count, i) >> 16;
@@ -344,11 +342,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_one(const bf16*
 #pragma unroll
                     for (int u = 0; u < 3; ++u) quantise256(v[u], h_codes + i * inter + j[u] * 8, h_scales + (i * inter >> 5) + j[u] / 4);
                 }
-                mbar_arrive(ready + 8 * i);
+                __syncwarp();
+                if (lane == 0) mbar_arrive(ready + 8 * i);
             }
         } else {
-            int passed = 0, step = 0;
-            named_barrier(OTHERS, 32 * (QUANTISERS + 2));
+            int passed = 0;
+            named_barrier(2, 32 * (QUANTISERS + 1));
             // There are no more units here of experts before `to`. All that come add up to 2^16.
             uint32_t share = blockIdx.x == 0 ? 0x10001u - grid : 1;
             auto pass = [&](int to) {
@@ -364,18 +363,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_one(const bf16*
                 const Half w = half ? down : up;
 #pragma unroll 1
                 for (int left = half ? down_tiles : up_tiles, stride = half ? 1 : grid; left > 0;) {
-                    named_barrier(SUMMED + step, 32 * (WARPS + 1));
+                    mbar_wait(done + 8 * stage, parity);
 #pragma unroll 1
                     for (int t = 0; t < w.teams; ++t, left -= stride) {
                         bool there = left > 0;
                         float v = 0.0f;
                         if (there) {
-                            const float* p = parts + step * PART + t * w.sharing * 16 + (lane & 15);
+                            const float* p = parts + stage * PART + t * w.sharing * 16 + (lane & 15);
                             for (int s = lane >> 4; s < w.sharing; s += 2) v += p[s * 16];
                         }
                         if (t == w.teams - 1) {
                             __syncwarp();
-                            if (lane == 0) mbar_arrive(free + 8 * step);
+                            if (lane == 0) mbar_arrive(free + 8 * stage);
                         }
                         if (there) {
                             v = round_bf16(v + __shfl_xor_sync(FULL, v, 16));
@@ -403,7 +402,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_one(const bf16*
                         }
                         if (half) to.next();
                     }
-                    step = (step + 1) % STAGES;
+                    advance();
                 }
             }
         }

@@ -184,6 +184,7 @@ fn arguments_are_those_of_the_kernels() {
             (_, true, "up") => "experts_up_",
             (_, true, "down") => "experts_down_",
             (.., "name") if file.contains("/vision/") => "vit_attention_",
+            (.., "self.name") => "sparse_attn_few_",
             // `sparse_attn` takes D behind H, and the Hopper form does not.
             (_, _, "name") => {
                 for kernel in [
