@@ -1,300 +1,410 @@
 // experts_one: a single token's routed experts and their sum in one launch, e2m1 weights, on Hopper.
 //
-// Maths    as experts.cu on act_quant(x), then moe_combine: h = act_quant(bf16(weight * swiglu(bf16(W1 x), bf16(W3 x)))); y = bf16(W2 h);
+// Maths    as experts.cu on act_quant(x), then moe_combine: h = bf16(weight * swiglu(bf16(W1 x), bf16(W3 x))); y = bf16(W2 act_quant(h));
 //          out = bf16(sum of y in ascending order of experts + shared)
 // Layout   x [dim] bf16; experts [k] u32 and weights [k] f32 straight from the gate, ids
 //          first .. first + n_local being ours; w1, w3 [n_local, inter, dim/2], w2 [n_local, dim, inter/2], scales [.., K/32];
-//          shared [dim] bf16 or null; out [dim] bf16; workspace: hc [k, inter] codes, hs [k, inter/32], y [k, dim] bf16,
-//          counter [2 + dim/128] u32 (zero before the first use, never touched between launches)
-// Grid     2 blocks an SM, launched cooperatively, block 256; dim and inter multiples of 256, k <= 32, n_local > 0; dynamic shared memory
-//          4*17408 + max(dim, inter)/32 * 36
+//          shared [dim] bf16 or null; out [dim] bf16; workspace: h [k, inter] bf16, a row for each of our experts in ascending order;
+//          counter [32] u32 (zero before the first use, never touched between launches)
+// Grid     1 block an SM, launched cooperatively, block 768; dim and inter multiples of 256, k <= 32, n_local > 0; dynamic shared memory
+//          stages * 17/2 * max(dim, inter) + 8*1280 + 9/8 * (dim + k * inter) + 2 * inter, for any 2 to 8 stages
 // Numerics codes are widened to f16, exactly; a group's 32 products are summed in f32, each sum is scaled and added in f32
 // Checked  tests_cuda/check_moe.cuh
 //
-// A block walks its tasks (128 rows: 64 gate and the 64 up rows of the same units, or 128 rows of W2), `grid` apart. The weight bytes of
-// both halves are one stream: stages of 256 columns of a warp's 16 rows go through a ring of its own, so that warps wait for nobody
-// within a task, and while blocks wait for each other between the halves, the first stages of W2 are on their way.
-// A stage's eight groups use the eight columns of the instruction's B operand: group j of the token is column j, the rest of the
-// operand zero, and the products add up in one accumulator. So a lane gets just the sums it scales, two groups of two rows, and has
-// codes of just one group to widen.
-#include "../common/grid.cuh"
+// A tile is 16 rows: eight gate rows and the up rows of the same units, or eight rows of W2 of two experts, so that its codes and its scales
+// are two contiguous pieces each, which the copy engine fetches. One warp has them fetched, tile after tile through both halves, into a
+// ring. Twenty share out a tile's columns and keep the token's values for theirs as operands in registers; one adds up what those have
+// summed: units of the first half, rows of the result in the second, of which a block has all experts' in turn. Two have the second
+// half's values ready. Blocks wait for each other expert by expert: while the last experts' units are made, the first ones' are there.
+//
+// Lane 4g + q has group q of four of row g, the 32 codes as they lie in memory. An instruction then sums over four groups, and four of its
+// eight columns tell them apart: column c is the token's values where q = c, else zero. The other four columns are those of the rows from 8 on.
 #include "../common/few_sm90.cuh"
+#include "../common/grid.cuh"
 #include "../common/swiglu.cuh"
+#include "../common/wgmma.cuh"
 
-constexpr int NS = 4, CODES = 16 * 128, STAGE = CODES + 16 * 8;
+// Warps that multiply and that quantise; with those that fetch and that add up they are whole fours, by which registers are handed over.
+constexpr int WARPS = 20, QUANTISERS = 2, THREADS = 32 * (WARPS + QUANTISERS + 2);
+// Stages of the ring at most; sums of a stage; eights of the result's rows that a block has at once; experts of a token.
+constexpr int STAGES = 8, PART = WARPS * 16, ROUND = 16, SLOTS = 32;
 
-__device__ __forceinline__ void cp_async8_if(bool wanted, uint32_t dst, const void* src) {
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; @p cp.async.ca.shared.global [%0], [%1], 8; }" ::"r"(dst), "l"(src), "r"((int)wanted));
+// Reads by address. The compiler makes a pointer to shared memory anew wherever it is used; an address it does not know the origin of stays
+// in its register.
+__device__ __forceinline__ void keep(uint32_t& address) { asm volatile("" : "+r"(address)); }
+__device__ __forceinline__ void load_shared16(uint32_t (&v)[4], uint32_t at) {
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(at));
+}
+// An e8m0 scale (byte 0 reads as 0, byte 255 as inf).
+__device__ __forceinline__ float load_scale(uint32_t at) {
+    uint32_t v;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(at));
+    return __uint_as_float(v << 23);
 }
 
-struct Weights {
-    const uint8_t *w1, *s1, *w3, *s3, *w2, *s2;
-    int dim, inter;
-};
+// Four values as e4m3 codes of themselves times inv, a byte each.
+__device__ __forceinline__ uint32_t fp8_codes(float a, float b, float c, float d, float inv) {
+    uint32_t o;
+    asm("{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, %2, %1; cvt.rn.satfinite.e4m3x2.f32 hi, %4, %3; mov.b32 %0, {lo, hi}; }"
+        : "=r"(o) : "f"(a * inv), "f"(b * inv), "f"(c * inv), "f"(d * inv));
+    return o;
+}
+// 256 values, eight a lane, as codes, each eight the even and the odd ones as widen_e2m1 pairs them, and the scales of their groups.
+__device__ __forceinline__ void quantise256(const uint4& raw, uint8_t* codes, float* scales) {
+    int lane = threadIdx.x & 31;
+    float v[8];
+    unpack8(raw, v);
+    uint32_t s = group_scale8(v);
+    float inv = e8m0_inverse(s);
+    reinterpret_cast<uint2*>(codes)[lane] = make_uint2(fp8_codes(v[0], v[2], v[4], v[6], inv), fp8_codes(v[1], v[3], v[5], v[7], inv));
+    if ((lane & 3) == 0) scales[lane >> 2] = e8m0_to_f32(s) * E2M1_UNDO;
+}
 
-// Where this lane copies from: a 16-byte unit of every fourth of its warp's 16 rows, and (half of the lanes) a row's scales.
-struct Cursor {
-    const uint8_t* src[4];
-    const uint8_t* scale;
-    int left;  // stages left of the task
-
-    // Starts on 128 rows of local expert e.
-    __device__ __forceinline__ void start(const Weights& w, bool down, int block, int64_t e) {
-        int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, K = down ? w.inter : w.dim;
-        int64_t row_bytes = K >> 1, row;
-        const uint8_t *codes, *scales;
-        if (down) {
-            row = e * w.dim + block * 128 + warp * 16;
-            codes = w.w2;
-            scales = w.s2;
-        } else {
-            // Warps 0, 1 and 4, 5 have gate rows, 2, 3 and 6, 7 the up rows of the same units.
-            row = e * w.inter + block * 64 + (warp >> 2) * 32 + (warp & 1) * 16;
-            codes = warp & 2 ? w.w3 : w.w1;
-            scales = warp & 2 ? w.s3 : w.s1;
-        }
-        left = K >> 8;
+// 256 columns of the token as B operand, four groups twice, and the scales of this lane's two columns.
+struct Operand {
+    uint32_t b[2][4][4];
+    float2 scale[2];
+    // `codes` are those that belong to column g of the instruction, or 0 for zeros; `scales` those of columns 2q and 2q + 1.
+    __device__ __forceinline__ void load(uint32_t codes, uint32_t scales) {
+        int lane = threadIdx.x & 31, q = lane & 3;
+        bool mine = (lane >> 2 & 3) == q && codes;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) src[i] = codes + (row + i * 4 + (lane >> 3)) * row_bytes + (lane & 7) * 16;
-        scale = scales + (row + (lane & 15)) * (K >> 5);
+        for (int s = 0; s < 2; ++s) {
+            asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(scale[s].x), "=f"(scale[s].y) : "r"(scales + s * 16 + 8 * (q & 1)));
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                uint32_t c[4] = {};
+                if (mine) load_shared16(c, codes + (s * 4 + q) * 32 + i * 16);
+#pragma unroll
+                for (int j = 0; j < 4; ++j) widen_e4m3(c[j], b[s][2 * i + j / 2][j % 2 * 2], b[s][2 * i + j / 2][j % 2 * 2 + 1]);
+            }
+        }
     }
-    // Copies a stage: unit c of row r to c ^ (r & 7).
-    __device__ __forceinline__ void copy(uint32_t slot) {
-        int lane = threadIdx.x & 31, r = lane >> 3, c = lane & 7;
+    // Row g's sum (q 0, 1) or row g + 8's (q 2, 3) over 256 columns: `codes` are this lane's of row g, row g + 8's are `eight` bytes on; `scales` are
+    // those of the row to sum, from the lane's first group on.
+    __device__ __forceinline__ float multiply(uint32_t codes, uint32_t eight, uint32_t scales) const {
+        bool low = (threadIdx.x & 2) == 0;
+        uint32_t lo[2][4], hi[2][4];
+        float f[2][2];
+#pragma unroll
+        for (int s = 0; s < 2; ++s) {
+            load_shared16(lo[s], codes + s * 64);
+            load_shared16(hi[s], codes + eight + s * 64);
+            f[s][0] = load_scale(scales + s * 4);
+            f[s][1] = load_scale(scales + s * 4 + 1);
+        }
+        float d[2][4] = {}, sum = 0.0f;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            cp_async16(slot + (r + i * 4) * 128 + ((c ^ ((r + i * 4) & 7)) << 4), src[i]);
-            src[i] += 128;
+#pragma unroll
+            for (int s = 0; s < 2; ++s) {
+                uint32_t r0[4], r1[4];
+                widen_e2m1(lo[s][i], r0);
+                widen_e2m1(hi[s][i], r1);
+                mma_f16(d[s], r0[0], r1[0], r0[1], r1[1], b[s][i][0], b[s][i][1]);
+                mma_f16(d[s], r0[2], r1[2], r0[3], r1[3], b[s][i][2], b[s][i][3]);
+            }
         }
-        cp_async8_if(lane < 16, slot + CODES + lane * 8, scale);
-        scale += 8;
-        --left;
+#pragma unroll
+        for (int s = 0; s < 2; ++s) {
+            sum += (low ? d[s][0] : d[s][2]) * (f[s][0] * scale[s].x);
+            sum += (low ? d[s][1] : d[s][3]) * (f[s][1] * scale[s].y);
+        }
+        return sum + __shfl_xor_sync(FULL, sum, 1);
     }
 };
 
-// A thread's groups of a token as they were.
-struct Raw {
-    uint4 v[2][4];
-    __device__ __forceinline__ void load(const bf16* x, int groups) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            int g = threadIdx.x + i * 256;
-            if (g >= groups) break;
-#pragma unroll
-            for (int j = 0; j < 4; ++j) v[i][j] = reinterpret_cast<const uint4*>(x)[g * 4 + j];
-        }
-    }
+// How a block takes a half: `teams` tiles at a time, each by `sharing` warps.
+struct Half {
+    int K, sharing, teams;
+    // Codes of 16 rows, then their scales.
+    __device__ __forceinline__ int bytes() const { return K * 17 / 2; }
 };
 
-// The token as B operand, [group][lane of four][8], and its scales. A thread has groups tid and tid + 256.
-struct Token {
-    uint4 lo[2], hi[2];
-    uint32_t s[2];
-    // Not from L1: other blocks of this launch may have written them.
-    __device__ __forceinline__ void load(const uint8_t* codes, const uint8_t* scales, int groups) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            int g = threadIdx.x + i * 256;
-            if (g >= groups) break;
-            lo[i] = __ldcg(reinterpret_cast<const uint4*>(codes) + g * 2);
-            hi[i] = __ldcg(reinterpret_cast<const uint4*>(codes) + g * 2 + 1);
-            s[i] = __ldcg(scales + g);
-        }
+// Tiles of the first half: eights of units, `stride` apart.
+struct UpWalk {
+    int unit, of, units, stride;
+    __device__ __forceinline__ UpWalk(int first, int units, int stride) : unit(first), of(0), units(units), stride(stride) { settle(); }
+    __device__ __forceinline__ void settle() {
+        for (; unit >= units; unit -= units) ++of;
     }
-    // Of bf16 values, which become codes here: a launch less.
-    __device__ __forceinline__ void quantise(const Raw& raw, int groups) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            if ((int)threadIdx.x + i * 256 >= groups) break;
-            float v[4][8], most = 0.0f;
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                unpack8(raw.v[i][j], v[j]);
-#pragma unroll
-                for (int k = 0; k < 8; ++k) most = fmaxf(most, fabsf(v[j][k]));
-            }
-            s[i] = fp8_scale(most);
-            float inv = e8m0_inverse(s[i]);
-            uint32_t w[8];
-#pragma unroll
-            for (int j = 0; j < 8; ++j) {
-                w[j] = 0;
-#pragma unroll
-                for (int k = 0; k < 4; ++k) w[j] |= fp8_code(v[j >> 1][(j & 1) * 4 + k], inv) << (8 * k);
-            }
-            lo[i] = make_uint4(w[0], w[1], w[2], w[3]);
-            hi[i] = make_uint4(w[4], w[5], w[6], w[7]);
-        }
-    }
-    __device__ __forceinline__ void store(uint8_t* b, float* sx, int groups) const {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            int g = threadIdx.x + i * 256;
-            if (g >= groups) break;
-            uint4 lanes[2];
-            lane_codes<FP4>(lo[i], hi[i], lanes);
-            uint4* at = reinterpret_cast<uint4*>(b + g * 32);
-            at[0] = lanes[0];
-            at[1] = lanes[1];
-            sx[g] = e8m0_to_f32(s[i]) * E2M1_UNDO;
-        }
-    }
-};
-
-extern "C" __global__ void __launch_bounds__(256, 2) experts_one(const bf16* xs, const uint32_t* experts, const float* weights,
-                                                                 const uint8_t* w1, const uint8_t* s1, const uint8_t* w3, const uint8_t* s3,
-                                                                 const uint8_t* w2, const uint8_t* s2, uint8_t* hc, uint8_t* hs, bf16* y, const bf16* shared,
-                                                                 bf16* out, uint32_t* counter, int dim, int inter, int k, uint32_t first, int n_local,
-                                                                 float limit) {
-    extern __shared__ __align__(128) uint8_t smem[];
-    __shared__ float part[128];
-    __shared__ int local[32], by_id[32];  // a slot's expert here, or -1; slots in ascending order of experts, then -1
-    __shared__ bool last;
-    int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, q = lane & 3;
-    int groups = max(dim, inter) >> 5;
-    after_previous();
-    uint8_t* b = smem + 8 * NS * STAGE;
-    float* sx = reinterpret_cast<float*>(b + groups * 32);
-    if (warp == 0) {
-        int mine = -1;
-        if (lane < k && experts[lane] - first < (uint32_t)n_local) mine = experts[lane] - first;
-        local[lane] = mine;
-        by_id[lane] = -1;
-        __syncwarp();
-        int rank = 0;
-        for (int j = 0; j < k; ++j) rank += local[j] >= 0 && (local[j] < mine || (local[j] == mine && j < lane));
-        if (mine >= 0) by_id[rank] = lane;
-    }
-    __syncthreads();
-    const Weights w = {w1, s1, w3, s3, w2, s2, dim, inter};
-    int grid = gridDim.x, up_blocks = inter >> 6, down_blocks = dim >> 7, ups = up_blocks * k, downs = down_blocks * k;
-    // Tasks of W2 are dealt from the other end: blocks that had fewer of the first half begin. What is walked depends on sizes alone,
-    // which keeps loops and descriptors uniform: a slot whose expert is absent is multiplied like the others, and left out of the sum.
-    int first_down = grid - 1 - blockIdx.x;
-    Cursor at;
-    bool ahead_down = false, more = true;
-    int ahead = blockIdx.x;
-    auto settle = [&] {
-        if (!ahead_down && ahead >= ups) {
-            ahead_down = true;
-            ahead = first_down;
-        }
-        more = !ahead_down || ahead < downs;
-        if (more) at.start(w, ahead_down, ahead_down ? ahead % down_blocks : ahead % up_blocks, max(local[ahead_down ? ahead / down_blocks : ahead / up_blocks], 0));
-    };
-    uint32_t ring = smem_addr(smem) + warp * NS * STAGE;
-    auto put = [&](int slot) {
-        if (more) {
-            at.copy(ring + slot * STAGE);
-            if (at.left == 0) {
-                ahead += grid;
-                settle();
-            }
-        }
-        cp_async_commit();
-    };
-    // The token is asked for first: behind the weights it would wait for them.
-    Token x;
-    {
-        Raw raw;
-        raw.load(xs, dim >> 5);
+    __device__ __forceinline__ void next() {
+        unit += stride;
         settle();
-        for (int i = 0; i < NS - 1; ++i) put(i);
-        x.quantise(raw, dim >> 5);
     }
-    x.store(b, sx, dim >> 5);
-    __syncthreads();
+};
+// Tiles of the second half: of a round of eights of rows, pair after pair of experts.
+struct DownWalk {
+    int at, pair, base, octets, pairs;
+    __device__ __forceinline__ DownWalk(int octets, int pairs) : at(0), pair(0), base(0), octets(octets), pairs(pairs) {}
+    __device__ __forceinline__ void next() {
+        if (++at < min(ROUND, octets - base)) return;
+        at = 0;
+        if (++pair < pairs) return;
+        pair = 0;
+        base += ROUND;
+    }
+};
 
-    int slot = 0, fill = NS - 1;
-    uint32_t codes = ring + (lane & 15) * 128, unit = lane >> 4, swizzle = lane & 7;
-    // 1 where this lane has the codes of a stage's group j: a product keeps or clears them.
-    auto mine = [&](int j) { return (uint32_t)(g == j); };
-    // part = this task's 128 rows times the token, over `stages` stages.
-    auto multiply = [&](int stages) {
-        float acc0 = 0.0f, acc1 = 0.0f;
-        for (int st = 0; st < stages; ++st) {
-            cp_async_wait<NS - 2>();
-            __syncwarp();
-            // The stage before has been read: its slot takes the stage NS - 1 ahead.
-            put(fill);
-            uint32_t from = codes + slot * STAGE;
-            uint2 c = *reinterpret_cast<const uint2*>(b + (st * 8 + g) * 32 + q * 8);
-            uint32_t x0, x1, x2, x3;
-            widen_e4m3(c.x, x0, x1);
-            widen_e4m3(c.y, x2, x3);
-            // Two accumulators: the chain of additions is what takes time.
-            float d[2][4] = {};
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                uint32_t v[4];
-                ldmatrix_x4(v, from + (((i * 2 + unit) ^ swizzle) << 4));
-                // Words of rows g and g + 8 of one group, then of the next.
-#pragma unroll
-                for (int j = 0; j < 2; ++j) {
-                    uint32_t r0[4], r1[4], keep = mine(i * 2 + j);
-                    widen_e2m1(v[2 * j], r0);
-                    widen_e2m1(v[2 * j + 1], r1);
-                    mma_f16(d[j], r0[0], r1[0], r0[1], r1[1], x0 * keep, x1 * keep);
-                    mma_f16(d[j], r0[2], r1[2], r0[3], r1[3], x2 * keep, x3 * keep);
+extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_one(const bf16* xs, const uint32_t* experts, const float* weights,
+                                                                     const uint8_t* w1, const uint8_t* s1, const uint8_t* w3, const uint8_t* s3,
+                                                                     const uint8_t* w2, const uint8_t* s2, bf16* h, const bf16* shared, bf16* out,
+                                                                     uint32_t* counter, int dim, int inter, int k, uint32_t first, int n_local, float limit) {
+    extern __shared__ __align__(128) uint8_t smem[];
+    __shared__ __align__(8) uint64_t bars[3 * STAGES + SLOTS];
+    __shared__ int ours[SLOTS];
+    __shared__ float factors[SLOTS], sums[ROUND][8];
+    __shared__ __align__(16) bf16 common[ROUND][8];
+    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, grid = gridDim.x, most = max(dim, inter), slot = most * 17 / 2;
+    __shared__ int quotients[8];
+    int last_octet = grid - 1 - blockIdx.x, beside = STAGES * PART * 4 + (dim + k * inter) / 8 * 9 + 2 * inter;
+    Half up = {dim, min(dim >> 8, WARPS), 1}, down = {inter, min(inter >> 8, WARPS), 1};
+    uint32_t full = smem_addr(bars), done = full + 8 * STAGES, free = done + 8 * STAGES, ready = free + 8 * STAGES;
+    // One after the other within a warp: each has a few.
+    if (lane == 0) {
+        if (warp < STAGES) {
+            mbar_init(full + 8 * warp, 1);
+            mbar_init(done + 8 * warp, WARPS);
+            mbar_init(free + 8 * warp, 1);
+        }
+        for (int i = warp; i < k; i += THREADS / 32) mbar_init(ready + 8 * i, QUANTISERS);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    // Divisions take a while: one warp makes all at once.
+    if (warp == WARPS) {
+        uint32_t dynamic, over = 1, under = 1;
+        asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(dynamic));
+        if (lane == 0) { over = dynamic - beside; under = slot; }
+        if (lane == 1) { over = max(0, (dim >> 3) - last_octet + grid - 1); under = grid; }
+        if (lane == 2) { over = most; under = min(dim, inter); }
+        if (lane == 3) { over = WARPS; under = up.sharing; }
+        if (lane == 4) { over = WARPS; under = down.sharing; }
+        if (lane == 5) { over = 65536; under = up.sharing; }
+        if (lane == 6) { over = 65536; under = down.sharing; }
+        if (lane < 8) quotients[lane] = over / under;
+    }
+    __syncthreads();
+    int stages = min(STAGES, quotients[0]), octets = quotients[1];
+    // Smaller tiles than the ring is made for: as many as there are warps and room for.
+    (dim < inter ? up : down).teams = quotients[2];
+    up.teams = min(up.teams, quotients[3]);
+    down.teams = min(down.teams, quotients[4]);
+    float* parts = reinterpret_cast<float*>(smem + stages * slot);
+    uint8_t* x_codes = smem + stages * slot + STAGES * PART * 4;
+    float* x_scales = reinterpret_cast<float*>(x_codes + dim);
+    uint8_t* h_codes = x_codes + dim / 8 * 9;
+    float* h_scales = reinterpret_cast<float*>(h_codes + k * inter);
+    uint4* raw = reinterpret_cast<uint4*>(h_codes + k * inter / 8 * 9);
+    after_previous();
+    int id = lane < k ? (int)min(experts[lane] - first, 0x7fffffffu) : 0x7fffffff;
+    float weight = warp == WARPS && lane < k ? weights[lane] : 0.0f;
+    int n = __popc(__ballot_sync(FULL, id < n_local)), pairs = max(1, (n + 1) >> 1);
+    // Tiles from the block's first on, and how far apart its are. Units and rows are dealt from opposite ends: blocks that have fewer of the
+    // one have more of the other.
+    int units = inter >> 3, up_tiles = n * units - blockIdx.x, down_tiles = octets * pairs;
+    int stage = 0, parity = 0;
+    auto advance = [&] {
+        if (++stage == stages) { stage = 0; parity ^= 1; }
+    };
+
+    if (warp < WARPS) {
+        registers_up<88>();
+        for (int s = warp; s < dim >> 8; s += WARPS) quantise256(reinterpret_cast<const uint4*>(xs)[s * 32 + lane], x_codes + s * 256, x_scales + s * 8);
+        named_barrier(1, 32 * WARPS);
+        int g = lane >> 2, q = lane & 3, row = q < 2 ? g : g + 8, span = stages * slot;
+        uint32_t ring = smem_addr(smem), bar = full, sums_at = smem_addr(parts) + (warp * 16 + row) * 4, offset = 0;
+        keep(ring);
+        keep(bar);
+        keep(sums_at);
+        Operand x;
+#pragma unroll 1
+        for (int half = 0; half < 2; ++half) {
+            const Half w = half ? down : up;
+            // Of `left` tiles from the block's next on, those `apart` are the block's, and the warp's is `ahead` from there.
+            int stride = half ? 1 : grid, apart = w.teams * stride, team = warp * (quotients[5 + half] + 1) >> 16, slice = warp - team * w.sharing;
+            int ahead = team < w.teams ? team * stride : 1 << 30, tile = team, until = 0, pair = -1, base = 0;
+            uint32_t eight = 4 * w.K, codes = ring + team * w.bytes() + g * (w.K >> 1) + q * 16, scales = ring + team * w.bytes() + 8 * w.K + row * (w.K >> 5) + 2 * (q & 1);
+#pragma unroll 1
+            for (int left = half ? down_tiles : up_tiles; left > 0; left -= apart) {
+                if (left > ahead) {
+                    float sum = 0.0f;
+                    int s = slice;
+                    do {
+                        if (tile >= until || w.sharing < w.K >> 8) {
+                            // Other columns, or other experts: the token's values for them.
+                            uint32_t values = smem_addr(x_codes), factors = smem_addr(x_scales);
+                            if (!half) {
+                                until = 1 << 30;
+                            } else {
+                                if (tile >= until) {
+                                    for (; tile >= until; until += min(ROUND, octets - base))
+                                        if (++pair == pairs) { pair = 0; base += ROUND; }
+                                    for (int i = 2 * pair; i < min(n, 2 * pair + 2); ++i) mbar_wait(ready + 8 * i, 0);
+                                }
+                                int of = 2 * pair + (g >> 2);
+                                values = of < n ? smem_addr(h_codes) + of * inter : 0;
+                                factors = smem_addr(h_scales) + min(2 * pair + (q >> 1), k - 1) * (inter >> 3);
+                            }
+                            x.load(values ? values + s * 256 : 0, factors + s * 32);
+                        }
+                        mbar_wait(bar, parity);
+                        sum += x.multiply(codes + offset + s * 128, eight, scales + offset + s * 8);
+                        s += w.sharing;
+                    } while (s < w.K >> 8);
+                    if (!(q & 1)) asm volatile("st.shared.f32 [%0], %1;" ::"r"(sums_at), "f"(sum) : "memory");
+                } else {
+                    mbar_wait(bar, parity);
+                }
+                __syncwarp();
+                if (lane == 0) mbar_arrive(bar + 8 * STAGES);
+                tile += w.teams;
+                bar += 8;
+                sums_at += PART * 4;
+                offset += slot;
+                if (offset == span) {
+                    bar -= 8 * stages;
+                    sums_at -= stages * PART * 4;
+                    offset = 0;
+                    parity ^= 1;
                 }
             }
-            const uint8_t* sc = smem + (warp * NS + slot) * STAGE + CODES + g * 8 + 2 * q;
-            uint32_t r0 = *reinterpret_cast<const uint16_t*>(sc), r1 = *reinterpret_cast<const uint16_t*>(sc + 64);
-            float2 x = *reinterpret_cast<const float2*>(sx + st * 8 + 2 * q);
-            // Of the two, the first has the even groups and the second the odd ones; this lane's columns are 2q and 2q + 1.
-            acc0 += d[0][0] * (scale_byte(r0, 0) * x.x);
-            acc0 += d[1][1] * (scale_byte(r0, 1) * x.y);
-            acc1 += d[0][2] * (scale_byte(r1, 0) * x.x);
-            acc1 += d[1][3] * (scale_byte(r1, 1) * x.y);
-            slot = slot + 1 == NS ? 0 : slot + 1;
-            fill = fill + 1 == NS ? 0 : fill + 1;
         }
-        acc0 += __shfl_xor_sync(FULL, acc0, 1);
-        acc1 += __shfl_xor_sync(FULL, acc1, 1);
-        acc0 += __shfl_xor_sync(FULL, acc0, 2);
-        acc1 += __shfl_xor_sync(FULL, acc1, 2);
-        __syncthreads();  // whoever still reads the last task's
-        if (q == 0) { part[warp * 16 + g] = acc0; part[warp * 16 + g + 8] = acc1; }
-        __syncthreads();
-    };
-
-    for (int t = blockIdx.x; t < ups; t += grid) {
-        multiply(dim >> 8);
-        int slot_e = t / up_blocks;
-        // A warp for 32 units: one quantisation group. All warps go through it: a branch on warps would cost the loop its uniformity.
-        int half = warp & 1;
-        float v = round_bf16(weights[slot_e] * swiglu_value(round_bf16(part[half * 64 + lane]), round_bf16(part[half * 64 + 32 + lane]), limit));
-        uint32_t s = fp8_scale(warp_max(fabsf(v)));
-        int64_t to = (int64_t)slot_e * inter + t % up_blocks * 64 + half * 32;
-        if (warp < 2) hc[to + lane] = (uint8_t)fp8_code(v, e8m0_inverse(s));
-        if (warp < 2 && lane == 0) hs[to >> 5] = (uint8_t)s;
-    }
-    grid_barrier(counter, grid);
-    for (int t = first_down; t < downs; t += grid) {
-        int slot_e = t / down_blocks, block = t % down_blocks, d = block * 128 + tid;
-        x.load(hc + (int64_t)slot_e * inter, hs + (int64_t)slot_e * (inter >> 5), inter >> 5);
-        x.store(b, sx, inter >> 5);
-        __syncthreads();
-        multiply(inter >> 8);
-        if (tid < 128) y[(int64_t)slot_e * dim + d] = __float2bfloat16_rn(part[tid]);
-        // The last slot to finish these rows adds them up, in ascending order of experts.
-        __syncthreads();
-        if (tid == 0) last = arrive(counter + 2 + block, k - 1) == k - 1u;
-        __syncthreads();
-        if (!last || tid >= 128) continue;
-        float sum = 0.0f;
-        for (int i0 = 0; i0 < k; i0 += 8) {
-            // All slots at once, then added in their order.
-            float v[8];
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                int from = i0 + i < k ? by_id[i0 + i] : -1;
-                v[i] = from >= 0 ? __bfloat162float(__ldcg(y + (int64_t)from * dim + d)) : 0.0f;
+    } else {
+        registers_down<40>();
+        if (warp == WARPS) {
+            // Ours in ascending order, and their weights.
+            int rank = 0;
+            for (int j = 0; j < k; ++j) {
+                int other = __shfl_sync(FULL, id, j);
+                rank += other < id || (other == id && j < lane);
             }
+            if (id < n_local) {
+                ours[rank] = id;
+                factors[rank] = weight;
+            }
+            __syncwarp();
+            // Lanes 0 .. 3 have the two pieces of codes and of scales fetched.
+            int which = lane & 1;
+            bool scales = lane & 2;
+            auto fetch = [&](const Half& w, const uint8_t* from, int t, int of, int eight) {
+                if (lane >= 4 || of >= n) return;
+                uint32_t bar = full + 8 * stage, bytes = scales ? w.K >> 2 : w.K * 4;
+                asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+                bulk_load(smem_addr(smem) + stage * slot + t * w.bytes() + (scales ? 8 * w.K : 0) + which * bytes, from + (int64_t)eight * bytes, bytes, bar);
+            };
+            UpWalk at(blockIdx.x, units, grid);
+            DownWalk to(octets, pairs);
+            int filled = 0;
+#pragma unroll 1
+            for (int half = 0; half < 2; ++half) {
+                const Half w = half ? down : up;
+                const uint8_t* from = scales ? (half ? s2 : which ? s3 : s1) : (half ? w2 : which ? w3 : w1);
+#pragma unroll 1
+                for (int left = half ? down_tiles : up_tiles, stride = half ? 1 : grid; left > 0;) {
+                    if (filled == stages) mbar_wait(free + 8 * stage, parity ^ 1);
+                    else ++filled;
+                    for (int t = 0; t < w.teams && left > 0; ++t, left -= stride) {
+                        if (half) {
+                            int of = 2 * to.pair + which;
+                            fetch(w, from, t, of, ours[min(of, SLOTS - 1)] * (dim >> 3) + last_octet + (to.base + to.at) * grid);
+                            to.next();
+                        } else {
+                            fetch(w, from, t, at.of, ours[at.of] * units + at.unit);
+                            at.next();
+                        }
+                    }
+                    __syncwarp();
+                    if (lane == 0) mbar_arrive(full + 8 * stage);
+                    advance();
+                }
+            }
+        } else if (warp <= WARPS + QUANTISERS) {
+            // An expert's units are there when its count's upper half is another than now; no block comes to that before this has been read.
+            uint32_t count = lane < k ? load_acquire(counter + lane) : 0;
+            named_barrier(2, 32 * (QUANTISERS + 1));
+            int self = 32 * (warp - WARPS - 1);
+            for (int i = 0; i < n; ++i) {
+                uint32_t before = __shfl_sync(FULL, count, i) >> 16;
+                while (load_acquire(counter + i) >> 16 == before) {}
+                for (int j = self + lane; j < units; j += 32 * QUANTISERS) cp_async16(smem_addr(raw + j), h + (int64_t)i * inter + j * 8);
+                cp_async_commit();
+                cp_async_wait<0>();
+                // Three at a time, for one waits for itself; what is past the end is done as the first again.
+                for (int first = self; first < units; first += 3 * 32 * QUANTISERS) {
+                    uint4 v[3];
+                    int j[3];
 #pragma unroll
-            for (int i = 0; i < 8; ++i) sum += v[i];
+                    for (int u = 0; u < 3; ++u) {
+                        j[u] = first + 32 * QUANTISERS * u;
+                        if (j[u] >= units) j[u] = first;
+                        v[u] = raw[j[u] + lane];
+                    }
+#pragma unroll
+                    for (int u = 0; u < 3; ++u) quantise256(v[u], h_codes + i * inter + j[u] * 8, h_scales + (i * inter >> 5) + j[u] / 4);
+                }
+                __syncwarp();
+                if (lane == 0) mbar_arrive(ready + 8 * i);
+            }
+        } else {
+            int passed = 0;
+            named_barrier(2, 32 * (QUANTISERS + 1));
+            // There are no more units here of experts before `to`. All that come add up to 2^16.
+            uint32_t share = blockIdx.x == 0 ? 0x10001u - grid : 1;
+            auto pass = [&](int to) {
+                __syncwarp();
+                for (; passed < to; ++passed)
+                    if (lane == 0) asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter + passed), "r"(share) : "memory");
+            };
+            UpWalk at(blockIdx.x, units, grid);
+            DownWalk to(octets, pairs);
+            pass(min(at.of, n));
+#pragma unroll 1
+            for (int half = 0; half < 2; ++half) {
+                const Half w = half ? down : up;
+#pragma unroll 1
+                for (int left = half ? down_tiles : up_tiles, stride = half ? 1 : grid; left > 0;) {
+                    mbar_wait(done + 8 * stage, parity);
+#pragma unroll 1
+                    for (int t = 0; t < w.teams; ++t, left -= stride) {
+                        bool there = left > 0;
+                        float v = 0.0f;
+                        if (there) {
+                            const float* p = parts + stage * PART + t * w.sharing * 16 + (lane & 15);
+                            for (int s = lane >> 4; s < w.sharing; s += 2) v += p[s * 16];
+                        }
+                        if (t == w.teams - 1) {
+                            __syncwarp();
+                            if (lane == 0) mbar_arrive(free + 8 * stage);
+                        }
+                        if (there) {
+                            v = round_bf16(v + __shfl_xor_sync(FULL, v, 16));
+                            float upper = __shfl_down_sync(FULL, v, 8);
+                            if (!half) {
+                                float value = factors[at.of] * swiglu_value(v, upper, limit);
+                                if (lane < 8) h[(int64_t)at.of * inter + at.unit * 8 + lane] = __float2bfloat16_rn(value);
+                                at.next();
+                                pass(min(at.of, n));
+                            } else {
+                                int eight = last_octet + (to.base + to.at) * grid;
+                                if (shared && to.pair == 0 && lane == 0) cp_async16(smem_addr(common[to.at]), shared + eight * 8);
+                                float sum = to.pair ? sums[to.at][lane & 7] : 0.0f;
+                                if (2 * to.pair < n) sum += v;
+                                if (2 * to.pair + 1 < n) sum += upper;
+                                if (lane < 8) sums[to.at][lane] = sum;
+                                if (to.pair == pairs - 1) {
+                                    cp_async_commit();
+                                    cp_async_wait<0>();
+                                    __syncwarp();
+                                    if (shared) sum += __bfloat162float(common[to.at][lane & 7]);
+                                    if (lane < 8) out[eight * 8 + lane] = __float2bfloat16_rn(sum);
+                                }
+                            }
+                        }
+                        if (half) to.next();
+                    }
+                    advance();
+                }
+            }
         }
-        if (shared) sum += __bfloat162float(shared[d]);
-        out[d] = __float2bfloat16_rn(sum);
     }
 }

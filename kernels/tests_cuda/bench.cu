@@ -92,19 +92,22 @@ static void bench_experts() {
         auto down = [&](int i) { launch("moe/experts:experts_down_fp4", dim3(dim / 32, max_tiles), 192, 0, h.p, tiles[i].p, count[i].p, w2.p, s2.p, y.p, dim, inter); };
         auto comb = [&](int i) { launch("moe/combine:moe_combine", dim3((dim / 8 + 127) / 128, T), 128, 0, y.p, inverse[i].p, ex[i].p, (bf16*)nullptr, out.p, (float*)nullptr, dim, k); };
         for (int i = 0; i < sets; ++i) grp(i);
-        Dev<uint8_t> hc((size_t)P * inter), hs((size_t)P * inter / 32);
         double b = (double)used * (wb + sb), fl = 2.0 * P * inter * dim;
         row("group_tokens", fmt("T%d", T), graph_us([&](int i) { grp(i % sets); }), 4.0 * P, 0);
         row("experts_up", fmt("T%d, %d experts", T, used), graph_us([&](int i) { up(i % sets); }), 2 * b, 2 * fl);
         row("experts_down", fmt("T%d", T), graph_us([&](int i) { down(i % sets); }), b, fl);
         if (T == 1) {
-            Dev<uint32_t> turns(2 + dim / 128);
+            Dev<uint32_t> turns(32);
             turns.zero();
-            for (int grid : {264, 132})
-                row("experts_one", fmt("grid %d", grid), graph_us([&](int i) {
-                    launch_cooperative("moe/experts_one_sm90:experts_one", dim3(grid), 256, 4 * 17408 + dim / 32 * 36, x.p, ex[i % sets].p, wt.p, w1.p, s1.p, w3.p, s3.p, w2.p, s2.p, hc.p,
-                                       hs.p, y.p, (bf16*)nullptr, out.p, turns.p, dim, inter, k, 0u, E, 10.0f);
+            // On its own, and with launches that overlap, as in captured steps.
+            for (bool overlap : {false, true}) {
+                g_overlap = overlap;
+                row("experts_one", overlap ? "overlapped" : "one after the other", graph_us([&](int i) {
+                    launch_cooperative("moe/experts_one_sm90:experts_one", dim3(132), 768, one_smem(dim, inter, k), x.p, ex[i % sets].p, wt.p, w1.p, s1.p, w3.p, s3.p, w2.p, s2.p, h.p,
+                                       (bf16*)nullptr, out.p, turns.p, dim, inter, k, 0u, E, 10.0f);
                 }), 3 * b, 3 * fl);
+            }
+            g_overlap = false;
         }
         row("experts all", fmt("T%d", T), graph_us([&](int i) { grp(i % sets); up(i % sets); down(i % sets); comb(i % sets); }), 3 * b, 3 * fl);
     }

@@ -13,10 +13,9 @@ static void bench_layer() {
     auto scale = rand_f32(3), base = rand_f32(24), sink = rand_f32(H), bias = rand_f32(E, 0.1f), angles = rand_f32(32);
     auto norm = rand_bf16(dim), kv = rand_bf16((size_t)rows * D), a = rand_bf16(dim), b = rand_bf16(dim), stream = rand_bf16(4 * dim), stream2 = rand_bf16(4 * dim), out = rand_bf16(dim), x = rand_bf16(dim);
     auto coef = rand_f32(24), coef2 = rand_f32(24);
-    Dev<bf16> y(dim), lat(1792), q(32768), o(32768), mid(8192), both(4608), shared(dim), ye(6 * dim), kvrow(512);
+    Dev<bf16> y(dim), lat(1792), q(32768), o(32768), mid(8192), both(4608), shared(dim), h(6 * inter), kvrow(512);
     Dev<float> part(80 * 32), po((size_t)10 * H * D), ml(10 * H * 2), logits(E), gw(k);
-    Dev<uint32_t> cnt(4), gcnt(1), turns(2 + dim / 128), chosen(k);
-    Dev<uint8_t> hc(6 * inter), hs(6 * inter / 32);
+    Dev<uint32_t> cnt(4), gcnt(1), turns(32), chosen(k);
     cnt.zero(); gcnt.zero(); turns.zero();
     std::vector<int> idx(n);
     for (auto& v : idx) v = pick(0, rows - 1);
@@ -45,7 +44,7 @@ static void bench_layer() {
         {"gate", [&](int i) { launch("moe/topk_gate:gate_one", dim3(E / 4), 128, 8 * E, x.p, gate[i % sets].p, bias.p, (float*)nullptr, nob, logits.p, gcnt.p, gw.p, chosen.p, dim, E, k, 2, 1.0f, 1, 1.5f); }},
         {"shared w1, w3", [&](int i) { raw(w13, i, 4608, 5120, x.p, both.p); }},
         {"shared w2", [&](int i) { int ks = few_split(1, false, 5120, 2304, 1); launch_as({ks, false, g_overlap}, "quant/fp8_few_sm90:fp8_few_swiglu_m1", dim3(40 * ks), 256, few_smem(2304, ks, 1, false), both.p, both.p + inter, w2s.w[i % sets].p, w2s.s[i % sets].p, shared.p, 1, 5120, 2304, 10.0f); }},
-        {"experts", [&](int) { launch_cooperative("moe/experts_one_sm90:experts_one", dim3(264), 256, 4 * 17408 + dim / 32 * 36, x.p, chosen.p, gw.p, w1.p, s1.p, w3.p, s3.p, w2.p, s2.p, hc.p, hs.p, ye.p, shared.p, a.p, turns.p, dim, inter, k, 0u, E, 10.0f); }},
+        {"experts", [&](int) { launch_cooperative("moe/experts_one_sm90:experts_one", dim3(132), 768, one_smem(dim, inter, k), x.p, chosen.p, gw.p, w1.p, s1.p, w3.p, s3.p, w2.p, s2.p, h.p, shared.p, a.p, turns.p, dim, inter, k, 0u, E, 10.0f); }},
     };
     // As steps are captured: the gate on a stream of its own, beside the shared expert.
     cudaStream_t side;

@@ -144,49 +144,48 @@ static void check_experts_one(int E, int k, int dim, int inter, int first, int l
     auto s1 = rand_u8(sbytes(1, inter, dim) * local, 2), s3 = rand_u8(sbytes(1, inter, dim) * local, 2), s2 = rand_u8(sbytes(1, dim, inter) * local, 2);
     auto x = rand_bf16(dim, 0.02f), shared = rand_bf16(dim);
     auto weights = rand_f32(k);
-    Dev<uint8_t> xc(dim), xs(dim / 32), hc((size_t)k * inter), hs((size_t)k * inter / 32);
-    Dev<bf16> fake(dim), y((size_t)k * dim), rh((size_t)k * inter), rq((size_t)k * inter), out(dim);
-    Dev<float> ry((size_t)k * dim);
-    Dev<uint32_t> counter(2 + dim / 128), ex(e);
+    Dev<uint8_t> xc(dim), xs(dim / 32);
+    Dev<bf16> fake(dim), h((size_t)k * inter), out(dim);
+    Dev<uint32_t> counter(32), ex(e);
     counter.zero();
     launch("quant/act_quant", dim3((dim / 8 + 255) / 256), 256, 0, x.p, xc.p, xs.p, fake.p, (int64_t)dim / 8);
-    for (int again = 0; again < 3; ++again)
-        launch_cooperative("moe/experts_one_sm90:experts_one", dim3(grid), 256, 4 * 17408 + std::max(dim, inter) / 32 * 36, x.p, ex.p, weights.p, w1.p, s1.p, w3.p, s3.p, w2.p, s2.p, hc.p,
-                           hs.p, y.p, shared.p, out.p, counter.p, dim, inter, k, (uint32_t)first, local, 10.0f);
-    std::vector<int32_t> order, at;
-    for (int i = 0; i < k; ++i) {
-        bool here = (int)e[i] >= first && (int)e[i] < first + local;
-        order.push_back(here ? i : -1);
-        at.push_back(here ? e[i] - first : 0);
-    }
-    Dev<int32_t> dorder(order), dat(at);
-    ref_up<<<((size_t)k * inter + 127) / 128, 128>>>(1, fake, dorder, dat, weights, w1, s1, w3, s3, rh, k, dim, inter, k, 10.0f);
-    launch("quant/act_quant", dim3(((size_t)k * inter / 8 + 255) / 256), 256, 0, rh.p, (uint8_t*)nullptr, (uint8_t*)nullptr, rq.p, (int64_t)k * inter / 8);
-    auto c = hc.get(), s = hs.get();
-    auto hq = rq.get(), hy = y.get(), sh = shared.get();
-    std::vector<bf16> h((size_t)k * inter), gh, wh, gy;
-    for (size_t i = 0; i < h.size(); ++i) {
-        if (order[i / inter] < 0) continue;
-        h[i] = __float2bfloat16(h_e4m3(c[i]) * ldexpf(1, s[i / 32] - 127));
-        gh.push_back(h[i]);
-        wh.push_back(hq[i]);
-    }
-    near("experts_one_up", shape, gh, wh, 1.5e-2);
-    Dev<bf16> dh(h);
-    ref_down<<<((size_t)k * dim + 127) / 128, 128>>>(1, dh, dorder, dat, w2, s2, ry, k, dim, inter);
-    auto hry = ry.get();
-    std::vector<float> wy;
-    for (size_t i = 0; i < hry.size(); ++i)
-        if (order[i / dim] >= 0) { gy.push_back(hy[i]); wy.push_back(hry[i]); }
-    near("experts_one_down", shape, gy, wy, ONE_ROUNDING);
-    std::vector<bf16> want;
+    auto run = [&](const uint32_t* experts, const float* factors, bf16* h, bf16* shared, bf16* out, int k) {
+        launch_cooperative("moe/experts_one_sm90:experts_one", dim3(grid), 768, one_smem(dim, inter, k), x.p, experts, factors, w1.p, s1.p, w3.p, s3.p, w2.p, s2.p, h, shared, out, counter.p, dim, inter, k,
+                           (uint32_t)first, local, 10.0f);
+    };
+    for (int again = 0; again < 3; ++again) run(ex.p, weights.p, h.p, shared.p, out.p, k);
     std::vector<std::pair<uint32_t, int>> by_id;
     for (int i = 0; i < k; ++i)
-        if (order[i] >= 0) by_id.push_back({e[i], i});
+        if ((int)e[i] >= first && (int)e[i] < first + local) by_id.push_back({e[i], i});
     std::sort(by_id.begin(), by_id.end());
+    int n = by_id.size();
+    // Each of ours, and what it gives alone: that is its part of the sum.
+    std::vector<int32_t> order, at;
+    std::vector<float> factors;
+    auto all = weights.get();
+    Dev<bf16> alone_h(inter), alone((size_t)std::max(n, 1) * dim), rh((size_t)std::max(n, 1) * inter), hq((size_t)std::max(n, 1) * inter);
+    for (int i = 0; i < n; ++i) {
+        order.push_back(i);
+        at.push_back(by_id[i].first - first);
+        factors.push_back(all[by_id[i].second]);
+        run(ex.p + by_id[i].second, weights.p + by_id[i].second, alone_h.p, (bf16*)nullptr, alone.p + (size_t)i * dim, 1);
+    }
+    auto y = alone.get(), sh = shared.get();
+    if (n) {
+        Dev<int32_t> dorder(order), dat(at);
+        Dev<float> dfactors(factors), ry((size_t)n * dim);
+        ref_up<<<((size_t)n * inter + 127) / 128, 128>>>(1, fake, dorder, dat, dfactors, w1, s1, w3, s3, rh, n, dim, inter, n, 10.0f);
+        auto got = h.get(), want = rh.get();
+        got.resize((size_t)n * inter);
+        near("experts_one_up", shape, got, want, 5e-3);
+        launch("quant/act_quant", dim3(((size_t)n * inter / 8 + 255) / 256), 256, 0, h.p, (uint8_t*)nullptr, (uint8_t*)nullptr, hq.p, (int64_t)n * inter / 8);
+        ref_down<<<((size_t)n * dim + 127) / 128, 128>>>(1, hq, dorder, dat, w2, s2, ry, n, dim, inter);
+        near("experts_one_down", shape, y, ry.get(), ONE_ROUNDING);
+    }
+    std::vector<bf16> want;
     for (int d = 0; d < dim; ++d) {
         float sum = 0;
-        for (auto [_, i] : by_id) sum += to_f(hy[(size_t)i * dim + d]);
+        for (int i = 0; i < n; ++i) sum += to_f(y[(size_t)i * dim + d]);
         want.push_back(__float2bfloat16(sum + to_f(sh[d])));
     }
     same("experts_one out", shape, out.get(), want);
@@ -241,12 +240,15 @@ static void check_moe() {
     check_experts_many(60, 4, 2, 832, 352, false);
     check_experts_many(100, 8, 6, 5120, 2304, false);
     check_gate();
-    check_experts_one(8, 6, 5120, 2304, 0, 8, 264);
+    check_experts_one(8, 6, 5120, 2304, 0, 8, 132);
     check_experts_one(8, 6, 5120, 2304, 0, 8, 100);
-    check_experts_one(6, 3, 512, 256, 0, 6, 264);
+    check_experts_one(6, 3, 512, 256, 0, 6, 132);
     check_experts_one(6, 6, 256, 768, 2, 3, 7);
     check_experts_one(6, 1, 1024, 512, 0, 6, 2);
-    check_experts_one(6, 2, 256, 256, 6, 1, 264);
+    check_experts_one(6, 2, 256, 256, 6, 1, 132);
+    check_experts_one(4, 3, 5376, 512, 0, 4, 77);
+    check_experts_one(5, 2, 512, 5632, 0, 5, 132);
+    check_experts_one(40, 32, 256, 512, 3, 33, 132);
     group(random_experts(700, 384, 6, true), 96, 96, 64, true);
     group(random_experts(4096, 384, 6, false), 0, 384, 128, true, 8);
     group(random_experts(7, 16, 3, false), 4, 8, 128, true, 8);

@@ -102,6 +102,12 @@ inline int few_split(int m, bool plain, int N, int K, int G) {
     return fit(1) ? 1 : 2;
 }
 
+// Shared memory of experts_one: as many stages as fit.
+inline size_t one_smem(size_t dim, size_t inter, size_t k) {
+    size_t stage = 17 * std::max(dim, inter) / 2, rest = 8 * 1280 + (dim + k * inter) / 8 * 9 + 2 * inter;
+    return rest + std::min<size_t>(8, (230000 - rest) / stage) * stage;
+}
+
 template <typename T>
 struct Dev {
     T* p = nullptr;

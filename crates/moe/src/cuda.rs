@@ -128,7 +128,7 @@ pub(crate) fn moe(
     };
     let ranks = comm.world_size() > 1;
     if let (1, false, WeightFormat::Fp4, Some(xs)) = (t, ranks, experts.format, values.raw())
-        && experts.one_fits()
+        && experts.one_fits(k)
     {
         return experts.one(dev, xs, &routing, &common, shared.limit());
     }

@@ -14,7 +14,7 @@ use deepseek_v41_quant::{
 };
 use half::bf16;
 
-use super::hopper::MANY;
+use super::hopper::{MANY, ONE_COUNTERS};
 use crate::{Expert, Routing};
 
 /// Pairs that one block of the experts' kernels takes.
@@ -30,7 +30,7 @@ pub(crate) struct DeviceExperts {
     pub(super) count: usize,
     pub(super) dim: usize,
     pub(super) inter: usize,
-    /// `[2 + ceil(dim / 128)]` u32 of the kernels for one token, which start from zeros and then keep it.
+    /// [`ONE_COUNTERS`] u32 of the kernel for one token, which starts from zeros and then keeps it.
     pub(super) counter: Tensor,
 }
 
@@ -69,7 +69,7 @@ impl DeviceExperts {
             "multiples of 32",
         )?;
         Ok(Some(Self {
-            counter: Tensor::zeros(2 + dim.div_ceil(128), DType::U32, device)?,
+            counter: Tensor::zeros(ONE_COUNTERS, DType::U32, device)?,
             w: all(false)?,
             s: match format {
                 WeightFormat::Fp8 | WeightFormat::Fp4 => Some(all(true)?),

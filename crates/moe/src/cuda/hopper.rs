@@ -13,11 +13,13 @@ use crate::Routing;
 /// Tokens up to which all devices' kernels take the experts.
 pub(super) const MANY: usize = 256;
 
-/// Bytes of the ring of weights in the kernel for one token, and of shared memory that leave room for two
-/// blocks a multiprocessor.
-const ONE_RING: usize = 4 * 17_408;
+/// Bytes of shared memory that the kernel for one token may ask for, and stages of its ring of weights at most.
+const ONE_SHARED: usize = 230_000;
 
-const ONE_SHARED: usize = 114_000;
+const ONE_STAGES: usize = 8;
+
+/// Words that its blocks wait for each other by: one for each of a token's experts.
+pub(super) const ONE_COUNTERS: usize = 32;
 
 impl DeviceExperts {
     /// fp4 on Hopper at the rate of the bf16 tensor core: tokens are first laid out as its shared memory
@@ -95,9 +97,7 @@ impl DeviceExperts {
         let (dim, inter, n) = (self.dim, self.inter, self.count);
         let k = routing.experts.dim(1)?;
         let chosen = Held::new(&routing.experts, OP).ptr::<u32>()?;
-        let hc = Out::<u8>::new(dev, k * inter)?;
-        let hs = Out::<u8>::new(dev, k * inter / 32)?;
-        let y = Out::<bf16>::new(dev, k * dim)?;
+        let h = Out::<bf16>::new(dev, k * inter)?;
         let out = Out::<bf16>::new(dev, dim)?;
         let launch = Launch::new(dev, kernels::EXPERTS_ONE_SM90, "experts_one")
             .ptr(Held::new(xs, OP).ptr::<bf16>()?)
@@ -109,9 +109,7 @@ impl DeviceExperts {
             .ptr(self.scale(2)?)
             .ptr(self.weight(1)?)
             .ptr(self.scale(1)?)
-            .ptr(hc.ptr())
-            .ptr(hs.ptr())
-            .ptr(y.ptr())
+            .ptr(h.ptr())
             .ptr(Held::new(common, OP).ptr::<bf16>()?)
             .ptr(out.ptr())
             .ptr(Held::new(&self.counter, OP).ptr::<u32>()?)
@@ -121,21 +119,35 @@ impl DeviceExperts {
             .u32(self.first as u32)
             .int(n)
             .f32(limit);
-        let grid = (2 * multiprocessors(dev)?, 1, 1);
-        // SAFETY: one token, all experts' weights, h [k, inter], y [k, dim], out [dim]; two
-        // blocks of this much shared memory fit a multiprocessor. Launches, which leave the counter as they
-        // need it, are ordered by the stream.
-        unsafe { launch.launch_cooperative(grid, 256, self.one_shared())? };
+        let grid = (multiprocessors(dev)?, 1, 1);
+        // SAFETY: one token, all experts' weights, h [k, inter], out [dim]; a block of this much shared memory
+        // fits a multiprocessor. Launches, which leave the counter as they need it, are ordered by the stream.
+        unsafe { launch.launch_cooperative(grid, 768, self.one_shared(k))? };
         out.into_tensor((1, dim))
     }
 
-    /// Whether [`one`](Self::one) takes these widths.
-    pub(super) fn one_fits(&self) -> bool {
-        let whole = |width: usize| width.is_multiple_of(256) && width <= 16_384;
-        whole(self.dim) && whole(self.inter) && self.one_shared() <= ONE_SHARED && self.count > 0
+    /// Whether [`one`](Self::one) takes these widths and `k` experts.
+    pub(super) fn one_fits(&self, k: usize) -> bool {
+        let whole = |width: usize| width > 0 && width.is_multiple_of(256);
+        whole(self.dim) && whole(self.inter) && self.count > 0 && self.one_stages(k) >= 2
     }
 
-    fn one_shared(&self) -> usize {
-        ONE_RING + self.dim.max(self.inter) / 32 * 36
+    /// Codes and scales of 16 rows.
+    fn one_stage(&self) -> usize {
+        self.dim.max(self.inter) * 17 / 2
+    }
+
+    /// What is beside the ring: sums, the token's codes and scales in both halves, and a row of the second's values.
+    fn one_beside(&self, k: usize) -> usize {
+        ONE_STAGES * 1_280 + (self.dim + k * self.inter) / 8 * 9 + 2 * self.inter
+    }
+
+    fn one_stages(&self, k: usize) -> usize {
+        let ring = ONE_SHARED.saturating_sub(self.one_beside(k));
+        (ring / self.one_stage()).min(ONE_STAGES)
+    }
+
+    fn one_shared(&self, k: usize) -> usize {
+        self.one_beside(k) + self.one_stages(k) * self.one_stage()
     }
 }
