@@ -64,7 +64,7 @@ pub(crate) fn query_heads(
     )?;
     let q = Out::<bf16>::new(dev, n)?;
     let out = row.map(|_| Out::<bf16>::new(dev, d)).transpose()?;
-    let parts = row.map(|row| RowPtrs::new(row)).transpose()?;
+    let parts = row.map(RowPtrs::new).transpose()?;
     let launch = Launch::new(dev, kernels::QUERY_HEADS_SM90, "query_heads_m1")
         .ptr(Held::new(latent, OP).ptr::<bf16>()?)
         .ptr(Held::new(q_norm, OP).ptr::<bf16>()?)
