@@ -67,9 +67,7 @@ impl WindowCache {
 
     /// The same in two halves: the rings for the step's attention, which the rows enter behind it.
     pub(crate) fn entering<'a>(&'a mut self, kv: &'a Tensor, plan: &'a WindowPlan) -> Entering<'a> {
-        // A ring holds at least the window: one token pushes out what it does not see itself.
-        let apart = plan.present_idxs.dims().last() == Some(&1);
-        Entering::new(&mut self.kv, kv, &plan.ring_slots, apart)
+        Entering::new(&mut self.kv, kv, plan)
     }
 
     /// Puts `rows: [n, head_dim]` into the ring rows `slots: [n]` i32, skipping `-1`.

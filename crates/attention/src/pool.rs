@@ -9,7 +9,7 @@ use half::vec::HalfBitsVecExt;
 
 use crate::ops;
 use crate::packed::{RowCodec, pack_rows, unpack_rows};
-use crate::plan::i32_tensor;
+use crate::plan::{WindowPlan, i32_tensor};
 use crate::rows::RowQuant;
 use crate::stored::{RowPlanes, StoredRows};
 
@@ -207,38 +207,19 @@ impl KvPool {
     }
 }
 
-/// Rows on their way into a pool that is still being read: they enter it once nobody reads any more.
+/// A step's rows on their way into a pool of rings that is still being read: they enter it once nobody reads any more.
 #[derive(Debug)]
 pub(crate) struct Entering<'a> {
     pool: &'a KvPool,
-    /// `[n, dim]` bf16.
+    /// `[T, dim]` bf16.
     rows: &'a Tensor,
-    /// `[n]` i32, -1 for a row that is not kept.
-    slots: &'a Tensor,
-    /// Nobody reads their places.
-    apart: bool,
+    plan: &'a WindowPlan,
 }
 
 impl<'a> Entering<'a> {
-    /// `rows` for the places `slots` of `pool`; `apart`: of which none is read before.
-    pub(crate) fn new(
-        pool: &'a mut KvPool,
-        rows: &'a Tensor,
-        slots: &'a Tensor,
-        apart: bool,
-    ) -> Self {
-        Self {
-            pool,
-            rows,
-            slots,
-            apart,
-        }
-    }
-
-    /// Whether they may enter while the others are being read.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn apart(&self) -> bool {
-        self.apart
+    /// `rows` for their places in `pool`.
+    pub(crate) fn new(pool: &'a mut KvPool, rows: &'a Tensor, plan: &'a WindowPlan) -> Self {
+        Self { pool, rows, plan }
     }
 
     /// The pool as it is without them.
@@ -246,10 +227,17 @@ impl<'a> Entering<'a> {
         self.pool.stored()
     }
 
-    /// The rows and their places.
+    /// The rows, and `[T]` i32 their places, -1 for one that is not kept.
     #[cfg(feature = "cuda")]
     pub(crate) fn rows(&self) -> (&'a Tensor, &'a Tensor) {
-        (self.rows, self.slots)
+        (self.rows, &self.plan.ring_slots)
+    }
+
+    /// Whether they may enter while the others are being read: with one token a sequence none is read where another
+    /// goes, since a ring holds at least the window.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn apart(&self) -> bool {
+        self.plan.present_idxs.dims().last() == Some(&1)
     }
 
     /// Puts them in.
@@ -257,7 +245,7 @@ impl<'a> Entering<'a> {
     /// # Errors
     /// As [`KvPool::write`].
     pub(crate) fn enter(self) -> Result<()> {
-        self.pool.put(self.rows, self.slots)
+        self.pool.put(self.rows, &self.plan.ring_slots)
     }
 }
 
