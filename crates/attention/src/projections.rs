@@ -14,6 +14,8 @@ use deepseek_v41_quant::{
 };
 
 use crate::config::AttentionConfig;
+#[cfg(feature = "cuda")]
+use crate::ops::check_attn;
 use crate::ops::{KvScope, sparse_attn};
 use crate::pool::Entering;
 use crate::rows::{RowQuant, finish_rows};
@@ -229,6 +231,7 @@ impl Projections {
     ) -> Result<Tensor> {
         #[cfg(feature = "cuda")]
         if q.device().is_cuda() {
+            check_attn(q, scopes, &self.attn_sink)?;
             let around = crate::cuda::Around {
                 turn: Some(table),
                 entering,

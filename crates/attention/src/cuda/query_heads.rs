@@ -2,7 +2,7 @@
 
 use candle_core::Tensor;
 use deepseek_v41_core::{
-    Result, RmsNorm, RopeTable,
+    Error, Result, RmsNorm, RopeTable,
     cuda::{
         Held, Launch, Out, Ptr, kernels,
         ops::{device, supported},
@@ -56,6 +56,10 @@ pub(crate) fn query_heads(
         "input widths of multiples of 32",
     )?;
     let (q_norm, eps) = half_norm(norm)?;
+    if q_norm.dims() != [k] {
+        let found = format!("a norm of {:?} for a latent of {k}", q_norm.shape());
+        return Err(Error::shape(OP, found));
+    }
     let few = FewPlan::one_token(
         dev,
         (kernels::QUERY_HEADS_SM90, "query_heads_m1"),
@@ -103,6 +107,12 @@ struct RowPtrs<'a> {
 impl<'a> RowPtrs<'a> {
     fn new(row: Row<'a>) -> Result<Self> {
         let (weight, eps) = half_norm(row.norm)?;
+        let (d, table) = (row.kv.elem_count(), row.table.cos.dims());
+        if weight.dims() != [d] || !matches!(table, [1, half] if 2 * half <= d) {
+            let weight = weight.shape();
+            let found = format!("a row of {d}, its norm {weight:?}, its rotation {table:?}");
+            return Err(Error::shape(OP, found));
+        }
         Ok(Self {
             kv: Held::new(row.kv, OP).ptr::<bf16>()?,
             norm: Held::new(weight, OP).ptr::<bf16>()?,

@@ -2,7 +2,7 @@
 
 use candle_core::{CudaDevice, DType, Tensor};
 use deepseek_v41_core::{
-    Result, RopeTable, apply_rope,
+    Error, Result, RopeTable, apply_rope,
     cuda::{
         Held, Launch, Out, Ptr, Scope, is_hopper, kernels, multiprocessors,
         ops::{RowKind, device, supported},
@@ -209,7 +209,8 @@ impl Parts {
         entering: Option<Entering<'_>>,
     ) -> Result<()> {
         let (t, h, d) = self.dims;
-        let write = entering.as_ref().map(Write::new).transpose()?;
+        let write = entering.as_ref().map(|rows| Write::new(rows, (t, d)));
+        let write = write.transpose()?;
         let (cos, sin, rope) = angles(turn)?;
         let launch = Launch::new(dev, kernels::SPARSE_ATTN_COMBINE, "sparse_attn_combine")
             .ptr(self.o.ptr())
@@ -244,8 +245,15 @@ pub(super) struct Write<'a> {
 }
 
 impl<'a> Write<'a> {
-    pub(super) fn new(entering: &Entering<'a>) -> Result<Self> {
+    /// Rows of `t` tokens of width `d`.
+    pub(super) fn new(entering: &Entering<'a>, (t, d): (usize, usize)) -> Result<Self> {
         let (rows, slots) = entering.rows();
+        if rows.dims() != [t, d] || slots.dims() != [t] || !entering.stored().fit(d) {
+            let (rows, slots) = (rows.shape(), slots.shape());
+            let pool = entering.stored().describe();
+            let found = format!("rows {rows:?} for places {slots:?} of {pool}, {t} tokens of {d}");
+            return Err(Error::shape(OP, found));
+        }
         let (pool, scales, kind) = stored_words(entering.stored())?;
         Ok(Self {
             rows: Held::new(rows, OP).ptr::<bf16>()?,

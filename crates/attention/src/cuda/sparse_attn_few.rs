@@ -73,7 +73,8 @@ impl Few {
             Some(rows) if rows.apart() => (Some(rows), None),
             rows => (None, rows),
         };
-        let write = within.as_ref().map(Write::new).transpose()?;
+        let write = within.as_ref().map(|rows| Write::new(rows, (t, d)));
+        let write = write.transpose()?;
         let (cos, sin, rope) = angles(turn)?;
         let out = Out::<bf16>::new(dev, q.elem_count())?;
         let launch = Launch::new(dev, kernels::SPARSE_ATTN_FEW_SM90, self.name)

@@ -19,6 +19,8 @@ pub use index_topk::{
 };
 pub(crate) use index_topk::{Visible, Wanted, select_rows};
 pub use pool_rows::PoolRows;
+#[cfg(feature = "cuda")]
+pub(crate) use sparse_attn::check_attn;
 pub use sparse_attn::{KvRows, KvScope, sparse_attn, sparse_attn_ref};
 pub use topk_rows::topk_rows_ref;
 pub use write_rows::{write_rows, write_rows_ref};

@@ -84,7 +84,7 @@ pub fn sparse_attn(
     sink: &Tensor,
     scale: f32,
 ) -> Result<Tensor> {
-    let dim = check(q, scopes, sink)?;
+    let dim = check_attn(q, scopes, sink)?;
     #[cfg(feature = "cuda")]
     if q.device().is_cuda() {
         return crate::cuda::sparse_attn(q, scopes, sink, scale, crate::cuda::Around::default());
@@ -97,7 +97,7 @@ pub fn sparse_attn(
 }
 
 /// Refuses operands that do not fit each other; the head width of those that do.
-pub(crate) fn check(q: &Tensor, scopes: &[KvScope<'_>], sink: &Tensor) -> Result<usize> {
+pub(crate) fn check_attn(q: &Tensor, scopes: &[KvScope<'_>], sink: &Tensor) -> Result<usize> {
     let (t, heads, dim) = q
         .dims3()
         .map_err(|_| shape(format!("q is {:?}", q.shape())))?;
