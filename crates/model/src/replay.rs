@@ -1,6 +1,6 @@
 //! Steps and draft steps captured as CUDA graphs.
 //!
-//! A step of one token is about seventeen launches a layer, each of which takes the host longer than the GPU.
+//! A step of one token is ten or more launches a layer, each of which takes the host longer than the GPU.
 //! What the launches are depends on the step's layout alone: the shapes of its host values, which the plans
 //! of [`AttnPlan`](deepseek_v41_attention::AttnPlan::on_host) and
 //! [`DraftPlan`](deepseek_v41_attention::DraftPlan::on_host) make the same for many positions. So
